@@ -1,0 +1,356 @@
+"""The state contract: geometry, replay settings and the exact content of one slot.
+
+Everything that both the offline and the online side must agree on about recurrent state is decided here and nowhere
+else. The module needs neither torch nor CUDA, so that a checkpoint can be inspected anywhere.
+
+A *slot* holds one sequence. Every stateful layer owns a list of *parts*, tensors whose leading dimension is the slot;
+`state_parts` returns them, `runtime` allocates exactly them, and byte counts are sums over them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Union
+
+PAD_SLOT_ID = -1
+"""`state_batch_indices` value of a padding row."""
+
+MAX_ROW_TILE_BYTES = 24 * 1024
+"""Largest fp32 row tile: two tiles and their staging fit the 48 KiB that an embedded plugin kernel may use."""
+
+ELEMENT_BITS = {
+    "float64": 64,
+    "float32": 32,
+    "int32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "float8_e4m3fn": 8,
+    "uint8": 8,
+}
+"""Bits of one element, by torch's dtype name."""
+
+ACTIVATION_DTYPES = ("bfloat16", "float16", "float32", "float64")
+STATE_DTYPES = ("float32", "bfloat16", "float16", "float64")
+READOUT_DTYPES = ("same", "float8", "nvfp4")
+U_FORMATS = ("bfloat16x2", "bfloat16", "exact")
+NVFP4_BLOCK = 16
+
+
+class ErrorBit:
+    """Bits of the device error flag that an operator raises for an invalid row (design rule 8)."""
+
+    SLOT_OUT_OF_RANGE = 1
+    SEQ_LEN_BELOW_CHECKPOINT = 2
+    WINDOW_OUT_OF_RANGE = 4
+    POSITION_PAST_LIMIT = 8
+
+    MESSAGES: ClassVar[dict[int, str]] = {
+        1: "a row named a slot outside the pool",
+        2: "a row's seq_len lies below its checkpoint: rolling back that far needs a snapshot",
+        4: "a row's window reaches outside the packed tokens or is negative",
+        8: "a row's window ends past max_seq_len",
+    }
+
+    @classmethod
+    def describe(cls, flag: int) -> str:
+        """All messages of `flag`, joined; empty for 0."""
+        return "; ".join(text for bit, text in cls.MESSAGES.items() if flag & bit)
+
+
+def _require_positive(owner: str, **values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{owner}.{name} must be a positive integer, got {value!r}")
+
+
+def _require_multiple(owner: str, larger: str, large: int, smaller: str, small: int) -> None:
+    if large % small:
+        raise ValueError(f"{owner}: {larger} ({large}) must be a multiple of {smaller} ({small})")
+
+
+def _row_tiles(rows: int, columns: int) -> int:
+    """Fewest equal row tiles of a [rows, columns] fp32 matrix that obey MAX_ROW_TILE_BYTES."""
+    for tiles in range(1, rows + 1):
+        if rows % tiles == 0 and rows // tiles * columns * 4 <= MAX_ROW_TILE_BYTES:
+            return tiles
+    return rows
+
+
+@dataclass(frozen=True)
+class Mamba2Geometry:
+    """Sizes of a Mamba2 mixer. The state of one sequence is [nheads, headdim, dstate]."""
+
+    nheads: int
+    headdim: int
+    dstate: int
+    ngroups: int
+
+    kind: ClassVar[str] = "mamba2"
+
+    def __post_init__(self) -> None:
+        _require_positive("Mamba2Geometry", **asdict(self))
+        _require_multiple("Mamba2Geometry", "nheads", self.nheads, "ngroups", self.ngroups)
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.nheads // self.ngroups
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """(heads, rows, columns) of the state; rows are independent of each other."""
+        return (self.nheads, self.headdim, self.dstate)
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles per head that own one entry of `checkpoint_position` each."""
+        return _row_tiles(self.headdim, self.dstate)
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the causal convolution: x, B and C."""
+        return self.nheads * self.headdim + 2 * self.ngroups * self.dstate
+
+    def ring_parts(self, settings: ReplaySettings) -> tuple[Part, ...]:
+        length, act = settings.ring_len, settings.activation_dtype
+        return (
+            Part("ring_x", (length, self.nheads, self.headdim), act),
+            Part("ring_B", (length, self.ngroups, self.dstate), act),
+            Part("ring_dt", (length, self.nheads), settings.scalar_dtype),
+        )
+
+
+@dataclass(frozen=True)
+class GdnGeometry:
+    """Sizes of a Gated DeltaNet mixer. The state of one sequence is [num_v_heads, head_v_dim, head_k_dim]."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+
+    kind: ClassVar[str] = "gdn"
+
+    def __post_init__(self) -> None:
+        _require_positive("GdnGeometry", **asdict(self))
+        _require_multiple("GdnGeometry", "num_v_heads", self.num_v_heads, "num_k_heads", self.num_k_heads)
+
+    @property
+    def heads_per_group(self) -> int:
+        """Value heads that share one key head."""
+        return self.num_v_heads // self.num_k_heads
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """(heads, rows, columns) of the state; rows are independent of each other."""
+        return (self.num_v_heads, self.head_v_dim, self.head_k_dim)
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles per head that own one entry of `checkpoint_position` each."""
+        return _row_tiles(self.head_v_dim, self.head_k_dim)
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the causal convolution: q, k and v."""
+        return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
+
+    def ring_parts(self, settings: ReplaySettings) -> tuple[Part, ...]:
+        length = settings.ring_len
+        planes, u_dtype = settings.u_planes
+        return (
+            Part("ring_k", (length, self.num_k_heads, self.head_k_dim), settings.activation_dtype),
+            Part("ring_u", (length, self.num_v_heads, planes, self.head_v_dim), u_dtype),
+            Part("ring_g", (length, self.num_v_heads), settings.scalar_dtype),
+        )
+
+
+@dataclass(frozen=True)
+class ConvGeometry:
+    """Sizes of a depthwise causal convolution over `conv_dim` channels."""
+
+    conv_dim: int
+    conv_kernel: int
+
+    kind: ClassVar[str] = "conv"
+
+    def __post_init__(self) -> None:
+        _require_positive("ConvGeometry", **asdict(self))
+
+
+@dataclass(frozen=True)
+class AttentionGeometry:
+    """Sizes of a position-addressed attention KV cache."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    kind: ClassVar[str] = "attention"
+
+    def __post_init__(self) -> None:
+        _require_positive("AttentionGeometry", **asdict(self))
+
+
+RecurrentGeometry = Union[Mamba2Geometry, GdnGeometry]
+Geometry = Union[Mamba2Geometry, GdnGeometry, ConvGeometry, AttentionGeometry]
+GEOMETRIES: dict[str, type] = {
+    cls.kind: cls for cls in (Mamba2Geometry, GdnGeometry, ConvGeometry, AttentionGeometry)
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a slot: `shape` excludes the leading slot dimension, `dtype` is torch's name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one slot."""
+        return math.prod(self.shape) * ELEMENT_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """How recurrent state is kept.
+
+    buffer_len: L, the number of tokens after which the history is folded into the checkpoint. 0 selects the
+        baseline: the state is rewritten for every token, and speculation stores snapshots.
+    max_window: tokens of the longest decode or verify window (1 + draft length). Longer windows are prefill.
+    max_seq_len: tokens of one sequence, the capacity of the attention KV cache.
+    state_dtype: format of the checkpoint.
+    readout_dtype: format of the copy that only outputs read; "same" reads the checkpoint itself.
+    activation_dtype: dtype of x, B, k and of the convolution ring.
+    u_format: how a GDN token's u is kept in the ring. "bfloat16x2" is a high and a low half (4 bytes an element),
+        "bfloat16" the high half alone, "exact" the accumulation dtype (for verification).
+    serial_exact: outputs come from the state rebuilt token by token and rounded to `state_dtype` after each, which
+        makes them bit-equal to the baseline.
+    """
+
+    buffer_len: int = 16
+    max_window: int = 1
+    max_seq_len: int = 4096
+    state_dtype: str = "float32"
+    readout_dtype: str = "same"
+    activation_dtype: str = "bfloat16"
+    u_format: str = "bfloat16x2"
+    serial_exact: bool = False
+
+    def __post_init__(self) -> None:
+        _require_positive("ReplaySettings", max_window=self.max_window, max_seq_len=self.max_seq_len)
+        if not isinstance(self.buffer_len, int) or isinstance(self.buffer_len, bool) or self.buffer_len < 0:
+            raise ValueError(f"ReplaySettings.buffer_len must be an integer >= 0, got {self.buffer_len!r}")
+        for name, allowed in (
+            ("state_dtype", STATE_DTYPES),
+            ("readout_dtype", READOUT_DTYPES),
+            ("activation_dtype", ACTIVATION_DTYPES),
+            ("u_format", U_FORMATS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"ReplaySettings.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
+                )
+        if self.max_seq_len + self.max_window > 2**31 - 1:
+            raise ValueError(f"max_seq_len must leave positions within int32, got {self.max_seq_len}")
+        if self.is_baseline and self.readout_dtype != "same":
+            raise ValueError(
+                "buffer_len 0 rewrites the state for every token, so a readout copy would be rewritten too and "
+                "save nothing: choose readout_dtype 'same' or a buffer_len above 0"
+            )
+        if self.serial_exact and self.readout_dtype != "same":
+            raise ValueError("serial_exact reads the checkpoint itself: choose readout_dtype 'same'")
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.buffer_len == 0
+
+    @property
+    def ring_len(self) -> int:
+        """R. A window never overwrites a row of the history it still needs, because both fit (design section 2)."""
+        return 0 if self.is_baseline else max(self.buffer_len, self.max_window) + self.max_window
+
+    @property
+    def snapshots(self) -> int:
+        """State snapshots that the baseline keeps for one verify window."""
+        return self.max_window if self.is_baseline and self.max_window > 1 else 0
+
+    @property
+    def scalar_dtype(self) -> str:
+        """dtype of dt, g and of accumulation: fp32, or fp64 where everything is fp64."""
+        return "float64" if self.activation_dtype == "float64" else "float32"
+
+    @property
+    def u_planes(self) -> tuple[int, str]:
+        """(planes, dtype) of `ring_u`."""
+        if self.u_format == "exact":
+            return 1, self.scalar_dtype
+        return (2 if self.u_format == "bfloat16x2" else 1), "bfloat16"
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Legal but unhelpful choices, in words."""
+        if 0 < self.buffer_len < self.max_window:
+            return (
+                f"buffer_len {self.buffer_len} is shorter than max_window {self.max_window}: "
+                "every full verify window rewrites the state, so replay saves nothing there",
+            )
+        return ()
+
+
+def conv_ring_len(geometry: ConvGeometry, max_window: int) -> int:
+    """R_conv: the taps behind a window and the window itself."""
+    return geometry.conv_kernel - 1 + max_window
+
+
+def readout_parts(geometry: RecurrentGeometry, readout_dtype: str) -> tuple[Part, ...]:
+    """Parts of the readout copy; nothing for "same"."""
+    if readout_dtype == "same":
+        return ()
+    heads, rows, columns = geometry.state_shape
+    tile_scale = Part("readout_tile_scale", (heads, geometry.row_tiles), "float32")
+    if readout_dtype == "float8":
+        return (Part("readout", (heads, rows, columns), "float8_e4m3fn"), tile_scale)
+    if columns % NVFP4_BLOCK:
+        raise ValueError(f"an nvfp4 readout needs state columns in blocks of {NVFP4_BLOCK}, got {columns}")
+    return (
+        Part("readout", (heads, rows, columns // 2), "uint8"),
+        Part("readout_block_scale", (heads, rows, columns // NVFP4_BLOCK), "float8_e4m3fn"),
+        tile_scale,
+    )
+
+
+def state_parts(geometry: Geometry, settings: ReplaySettings) -> tuple[Part, ...]:
+    """All parts that one stateful layer keeps per slot, in the order operators take them."""
+    if isinstance(geometry, ConvGeometry):
+        length = conv_ring_len(geometry, settings.max_window)
+        return (Part("conv_ring", (length, geometry.conv_dim), settings.activation_dtype),)
+    if isinstance(geometry, AttentionGeometry):
+        shape = (settings.max_seq_len, geometry.num_kv_heads, geometry.head_dim)
+        return tuple(Part(name, shape, settings.activation_dtype) for name in ("k_cache", "v_cache"))
+    checkpoint = Part("checkpoint", geometry.state_shape, settings.state_dtype)
+    if settings.is_baseline:
+        if not settings.snapshots:
+            return (checkpoint,)
+        return (checkpoint, Part("snapshots", (settings.snapshots, *geometry.state_shape), settings.state_dtype))
+    heads = geometry.state_shape[0]
+    position = Part("checkpoint_position", (heads, geometry.row_tiles), "int32")
+    return (
+        checkpoint,
+        position,
+        *readout_parts(geometry, settings.readout_dtype),
+        *geometry.ring_parts(settings),
+    )
+
+
+def geometry_to_json(geometry: Geometry) -> dict[str, Any]:
+    return {"kind": geometry.kind, **asdict(geometry)}
+
+
+def geometry_from_json(value: dict[str, Any]) -> Geometry:
+    fields = dict(value)
+    kind = fields.pop("kind", None)
+    if kind not in GEOMETRIES:
+        raise ValueError(f"unknown geometry kind {kind!r}; this version knows {', '.join(GEOMETRIES)}")
+    return GEOMETRIES[kind](**fields)
