@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Union
+from typing import Any, ClassVar
 
 PAD_SLOT_ID = -1
 """`state_batch_indices` value of a padding row."""
@@ -191,8 +191,8 @@ class AttentionGeometry:
         _require_positive("AttentionGeometry", **asdict(self))
 
 
-RecurrentGeometry = Union[Mamba2Geometry, GdnGeometry]
-Geometry = Union[Mamba2Geometry, GdnGeometry, ConvGeometry, AttentionGeometry]
+RecurrentGeometry = Mamba2Geometry | GdnGeometry
+Geometry = Mamba2Geometry | GdnGeometry | ConvGeometry | AttentionGeometry
 GEOMETRIES: dict[str, type] = {
     cls.kind: cls for cls in (Mamba2Geometry, GdnGeometry, ConvGeometry, AttentionGeometry)
 }
@@ -333,7 +333,10 @@ def state_parts(geometry: Geometry, settings: ReplaySettings) -> tuple[Part, ...
     if settings.is_baseline:
         if not settings.snapshots:
             return (checkpoint,)
-        return (checkpoint, Part("snapshots", (settings.snapshots, *geometry.state_shape), settings.state_dtype))
+        return (
+            checkpoint,
+            Part("snapshots", (settings.snapshots, *geometry.state_shape), settings.state_dtype),
+        )
     heads = geometry.state_shape[0]
     position = Part("checkpoint_position", (heads, geometry.row_tiles), "int32")
     return (

@@ -13,11 +13,11 @@ the output of exactly one earlier node. Shapes are tuples whose entries are ints
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Union
+from typing import Any
 
 from replayssm.plugins.contract import Geometry, geometry_from_json, geometry_to_json
 
-Dim = Union[int, str]
+Dim = int | str
 SYMBOLS = ("T", "B", "R")
 
 CALL_INPUTS: dict[str, tuple[str, tuple[Dim, ...]]] = {
@@ -116,7 +116,9 @@ class Network:
                 known.add(name)
         for public, name in self.outputs.items():
             if name not in known:
-                raise ValueError(f"network {self.name!r}: output {public!r} is {name!r}, which is not defined")
+                raise ValueError(
+                    f"network {self.name!r}: output {public!r} is {name!r}, which is not defined"
+                )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -139,7 +141,8 @@ class Network:
             inputs={k: TensorSpec(v["dtype"], tuple(v["shape"])) for k, v in value["inputs"].items()},
             weights={k: WeightSpec(v["dtype"], tuple(v["shape"])) for k, v in value["weights"].items()},
             states={
-                k: StateSpec(geometry_from_json(v["geometry"]), v["layer"]) for k, v in value["states"].items()
+                k: StateSpec(geometry_from_json(v["geometry"]), v["layer"])
+                for k, v in value["states"].items()
             },
             nodes=[
                 Node(v["op"], tuple(v["inputs"]), tuple(v["outputs"]), v["attributes"], v["state"])
