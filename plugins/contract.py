@@ -193,9 +193,7 @@ class AttentionGeometry:
 
 RecurrentGeometry = Mamba2Geometry | GdnGeometry
 Geometry = Mamba2Geometry | GdnGeometry | ConvGeometry | AttentionGeometry
-GEOMETRIES: dict[str, type] = {
-    cls.kind: cls for cls in (Mamba2Geometry, GdnGeometry, ConvGeometry, AttentionGeometry)
-}
+GEOMETRIES: dict[str, type] = {cls.kind: cls for cls in (Mamba2Geometry, GdnGeometry, ConvGeometry, AttentionGeometry)}
 
 
 @dataclass(frozen=True)

@@ -116,9 +116,7 @@ class Network:
                 known.add(name)
         for public, name in self.outputs.items():
             if name not in known:
-                raise ValueError(
-                    f"network {self.name!r}: output {public!r} is {name!r}, which is not defined"
-                )
+                raise ValueError(f"network {self.name!r}: output {public!r} is {name!r}, which is not defined")
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -140,10 +138,7 @@ class Network:
             name=value["name"],
             inputs={k: TensorSpec(v["dtype"], tuple(v["shape"])) for k, v in value["inputs"].items()},
             weights={k: WeightSpec(v["dtype"], tuple(v["shape"])) for k, v in value["weights"].items()},
-            states={
-                k: StateSpec(geometry_from_json(v["geometry"]), v["layer"])
-                for k, v in value["states"].items()
-            },
+            states={k: StateSpec(geometry_from_json(v["geometry"]), v["layer"]) for k, v in value["states"].items()},
             nodes=[
                 Node(v["op"], tuple(v["inputs"]), tuple(v["outputs"]), v["attributes"], v["state"])
                 for v in value["nodes"]
