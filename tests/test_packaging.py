@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -32,9 +33,16 @@ def expected_files() -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built from a copy: a build in the project would leave files there that later builds pick up."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for folder in PACKAGE_FOLDERS:
+        if (ROOT / folder).is_dir():
+            shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     target = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(target), str(ROOT)], check=True, capture_output=True, text=True)
+    subprocess.run([*command, "--wheel-dir", str(target), str(source)], check=True, capture_output=True, text=True)
     (path,) = target.glob("*.whl")
     return zipfile.ZipFile(path)
 
