@@ -1,0 +1,158 @@
+"""Sampling of next tokens, vectorised over rows.
+
+Randomness is counter-based: the uniform of a draw is a function of (request seed, position of the token, purpose) and
+of nothing else, so a request gets the same tokens whatever it is batched with, and after a preemption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_WORD = 0xFFFFFFFF
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+_PHILOX_ROUNDS = 10
+
+
+class Purpose:
+    """Third counter word of a draw: draws for different purposes at one position are independent."""
+
+    TOKEN = 0
+    ACCEPT = 1
+    DRAFT = 2
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen. Filters apply in the order temperature, top_k, top_p, min_p.
+
+    temperature: 0 takes the most likely token and ignores everything else.
+    top_k: keep the k most likely tokens; 0 keeps all.
+    top_p: keep the smallest set of most likely tokens whose probabilities sum to at least top_p.
+    min_p: keep tokens at least min_p times as likely as the most likely one.
+    seed: key of the request's random numbers.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, valid, rule in (
+            ("temperature", 0.0 <= self.temperature < float("inf"), "a finite number >= 0"),
+            ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "an integer >= 0 (0 keeps all)"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
+            ("seed", isinstance(self.seed, int) and 0 <= self.seed < 2**64, "an integer in [0, 2^64)"),
+        ):
+            if not valid:
+                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _philox(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Philox4x32-10 (Salmon et al., SC 2011) on int64 tensors that hold 32-bit words."""
+    for _ in range(_PHILOX_ROUNDS):
+        # The product wraps modulo 2^64 in int64, which leaves its bits right; masking undoes the arithmetic shift.
+        first, second = (counter[2 * i] * _PHILOX_MULTIPLIERS[i] for i in range(2))
+        counter = [
+            (second >> 32 & _WORD) ^ counter[1] ^ key[0],
+            second & _WORD,
+            (first >> 32 & _WORD) ^ counter[3] ^ key[1],
+            first & _WORD,
+        ]
+        key = [key[i] + _PHILOX_WEYL[i] & _WORD for i in range(2)]
+    return counter
+
+
+def uniform(seeds: torch.Tensor, positions: torch.Tensor, purpose: int) -> torch.Tensor:
+    """Uniform float64 numbers in [0, 1) for int64 `seeds` (two's complement of the 64-bit seed) and `positions` [R]."""
+    zero = torch.zeros_like(positions)
+    counter = [positions & _WORD, positions >> 32 & _WORD, zero + purpose, zero]
+    words = _philox(counter, [seeds & _WORD, seeds >> 32 & _WORD])
+    return ((words[0] >> 5) * 2**26 + (words[1] >> 6)).double() * 2.0**-53
+
+
+class SamplingBatch:
+    """Sampling parameters of R rows as tensors on `device`; positions [R] are those of the tokens to be drawn."""
+
+    def __init__(
+        self, params: Sequence[SamplingParams], positions: Sequence[int], device: torch.device | str = "cpu"
+    ) -> None:
+        def column(name: str, dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor([getattr(row, name) for row in params], dtype=dtype, device=device)
+
+        self.all_greedy = all(row.is_greedy for row in params)
+        self.temperature = column("temperature", torch.float32)
+        self.top_k = column("top_k", torch.int64)
+        self.top_p = column("top_p", torch.float64)
+        self.min_p = column("min_p", torch.float32)
+        signed = [row.seed - 2**64 if row.seed >= 2**63 else row.seed for row in params]
+        self.seeds = torch.tensor(signed, dtype=torch.int64, device=device)
+        self.positions = torch.tensor(list(positions), dtype=torch.int64, device=device)
+
+    def uniform(self, purpose: int) -> torch.Tensor:
+        return uniform(self.seeds, self.positions, purpose)
+
+
+def _ranked_probabilities(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids, probabilities), both [R, V], most likely first; filtered-out tokens have probability 0.
+
+    Probabilities are float64 and sum to 1. A greedy row is the one-hot of its first most likely token.
+    """
+    logits = logits.float()
+    greedy = (batch.temperature == 0).unsqueeze(1)
+    # Subtracting the maximum first keeps a tiny temperature from overflowing.
+    scaled = (logits - logits.amax(dim=1, keepdim=True)) / torch.where(greedy, 1.0, batch.temperature.unsqueeze(1))
+    ranked, ids = scaled.sort(dim=1, descending=True, stable=True)
+    ranks = torch.arange(ranked.shape[1], device=ranked.device)
+    top_k = torch.where(batch.top_k == 0, ranked.shape[1], batch.top_k)
+    top_k = torch.where(greedy.squeeze(1), 1, top_k)
+    ranked = ranked.masked_fill(ranks >= top_k.unsqueeze(1), float("-inf"))
+    probs = ranked.double().softmax(dim=1)
+    before = probs.cumsum(dim=1) - probs
+    dropped = (before >= batch.top_p.unsqueeze(1)) & (ranks > 0)
+    dropped |= probs < batch.min_p.unsqueeze(1) * probs[:, :1]
+    probs = probs.masked_fill(dropped, 0.0)
+    return ids, probs / probs.sum(dim=1, keepdim=True)
+
+
+def probabilities(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """The distributions [R, V] (float64, vocabulary order) that `sample` draws from."""
+    ids, probs = _ranked_probabilities(logits, batch)
+    return torch.zeros_like(probs).scatter_(1, ids, probs)
+
+
+def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Indices [R] drawn from `probs` [R, V] by inverting the cumulative sum at `uniforms` [R] in [0, 1).
+
+    `probs` need not be normalised. An entry of probability 0 is never drawn.
+    """
+    cumulative = probs.cumsum(dim=1)
+    # Rounding can lift u * total to total itself; the last entry that adds anything is then the answer.
+    last = (probs > 0).to(torch.int64).mul(torch.arange(probs.shape[1], device=probs.device)).amax(dim=1)
+    index = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1]).unsqueeze(1), right=True).squeeze(1)
+    return torch.minimum(index, last)
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Draw one token per row of `logits` [R, V]; returns int64 [R].
+
+    Raises RuntimeError if a row has no finite maximum, which damaged weights or state would cause.
+    """
+    if not bool(logits.amax(dim=1).isfinite().all()):
+        raise RuntimeError("the model produced logits that are not finite: check the engine's weights and dtypes")
+    if batch.all_greedy:
+        return logits.argmax(dim=1)
+    ids, probs = _ranked_probabilities(logits, batch)
+    index = draw(probs, batch.uniform(Purpose.TOKEN))
+    tokens = ids.gather(1, index.unsqueeze(1)).squeeze(1)
+    return torch.where(batch.temperature == 0, logits.argmax(dim=1), tokens)

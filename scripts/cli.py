@@ -1,0 +1,88 @@
+"""The `replayssm` command: a group whose subcommands are imported only when they run.
+
+The subcommand `name` is the click command `name` of the module `replayssm.scripts.name`. Its line in `COMMANDS` is
+what `replayssm --help` prints, so that the help imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+COMMANDS = {
+    "quantize": "Quantize a Hugging Face checkpoint to NVFP4 or FP8.",
+    "build": "Build an engine directory from a checkpoint.",
+    "generate": "Generate text with an engine.",
+    "inspect": "Show state sizes and memory traffic of a model.",
+    "doctor": "Show what this machine has and which targets work.",
+}
+DEBUG_VARIABLE = "REPLAYSSM_DEBUG"
+
+
+class LazyGroup(click.Group):
+    """Imports a subcommand when it is asked for, and turns bad input into one line on stderr and exit code 2."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        return getattr(importlib.import_module(f"replayssm.scripts.{cmd_name}"), cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> object:
+        if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+            return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # The reader of a pipe (head, less) went away: not an error of the user's. Python would complain once more
+            # when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(1)
+        except (ValueError, OSError) as error:
+            click.echo(f"error: {_one_line(error)}", err=True)
+            ctx.exit(2)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _show_version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if not value or ctx.resilient_parsing:
+        return
+    from importlib.metadata import version
+
+    click.echo(f"replayssm {version('replayssm-trt')}")
+    ctx.exit()
+
+
+# TensorRT-LLM spells options with underscores (--max_batch_size); both spellings reach every subcommand.
+@click.group(
+    cls=LazyGroup,
+    context_settings={
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+        "help_option_names": ["-h", "--help"],
+    },
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
+def main() -> None:
+    """Replay decoding of hybrid Mamba2 and Gated DeltaNet models on NVIDIA GPUs and CPUs.
+
+    From a checkpoint to text: quantize, build, generate. Set REPLAYSSM_DEBUG=1 to see the traceback of an error.
+    """
