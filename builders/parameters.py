@@ -1,0 +1,213 @@
+"""Weights of a network: how model definitions name them, in which format each is kept, and where it comes from.
+
+This is the only place that knows about quantization formats. A model definition asks its `Parameters` for a projection
+by its module name; the checkpoint's format of that module decides which tensors the engine stores for it:
+
+    dense          weight [out, in]
+    nvfp4          weight uint8 [out, in / 2], weight_scale e4m3 [out, in / 16], weight_scale_2 fp32 [],
+                   and input_scale fp32 [] where activations are quantized too ("w4a16_nvfp4" leaves them alone)
+    fp8            weight e4m3 [out, in], weight_scale fp32 [], input_scale fp32 []
+
+Experts are the same with a leading expert dimension. `WeightRecipe` says how each engine weight is obtained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from replayssm.plugins.contract import ELEMENT_BITS, NVFP4_BLOCK
+from replayssm.plugins.network import WeightSpec
+from replayssm.plugins.state import torch_dtype
+
+if TYPE_CHECKING:
+    from replayssm.builders.functional import Graph, Value
+
+FORMATS: dict[str, tuple[str, str | None]] = {
+    "dense": ("dense", None),
+    "nvfp4": ("nvfp4", "nvfp4"),
+    "w4a16_nvfp4": ("nvfp4", None),
+    "fp8": ("fp8", "fp8"),
+}
+"""Checkpoint format of a module -> (weight format, activation format) of its linear operator."""
+
+PACKED_DTYPES = ("uint8", "float8_e4m3fn")
+
+
+@dataclass(frozen=True)
+class WeightRecipe:
+    """How one engine weight is obtained from checkpoint tensors.
+
+    sources: canonical checkpoint names. `stacked` sources form a new first dimension, otherwise there is one source.
+    dtype, shape: of the engine weight. Floating values are converted; packed ones are copied bit for bit.
+    """
+
+    sources: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    stacked: bool = False
+
+    @property
+    def spec(self) -> WeightSpec:
+        return WeightSpec(self.dtype, self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * ELEMENT_BITS[self.dtype] // 8
+
+    def pieces(self, read: Callable[[str], torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Contiguous tensors whose bytes, one after the other, are the weight; one source is in memory at a time.
+
+        read: canonical name -> tensor, such as `Checkpoint.tensor`.
+        """
+        shape = self.shape[1:] if self.stacked else self.shape
+        for name in self.sources:
+            yield _convert(name, read(name), self.dtype, shape)
+
+    def load(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """The whole weight."""
+        if not self.stacked:
+            return next(self.pieces(read))
+        weight = torch.empty(self.shape, dtype=torch_dtype(self.dtype))
+        for index, piece in enumerate(self.pieces(read)):
+            weight[index] = piece
+        return weight
+
+
+def _convert(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    found = str(tensor.dtype).removeprefix("torch.")
+    if found != dtype and (found in PACKED_DTYPES or dtype in PACKED_DTYPES or not tensor.is_floating_point()):
+        raise ValueError(
+            f"checkpoint tensor {name!r} is {found}, but its module's format needs {dtype}: the checkpoint's "
+            "quantization config and its tensors disagree"
+        )
+    if tensor.numel() != torch.Size(shape).numel():
+        raise ValueError(f"checkpoint tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
+    return tensor.to(torch_dtype(dtype)).reshape(shape).contiguous()
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Weight of a linear operator in its format; stacked [E, out, in] for experts.
+
+    name: module name; shape: of the dequantized weight; kind: "dense", "nvfp4" or "fp8"; activations: how the
+    operator's input is quantized, or None; tensors: engine weight names, the weight first and then its scales.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    activations: str | None
+    tensors: tuple[str, ...]
+    bias: str | None = None
+    float32: bool = False
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return {"format": self.kind, "activations": self.activations}
+
+    def values(self, graph: Graph) -> list[Value]:
+        """Operator inputs in order: weight, bias if there is one, scales."""
+        weight, *scales = self.tensors
+        names = [weight, *scales] if self.bias is None else [weight, self.bias, *scales]
+        return [graph.value(name) for name in names]
+
+
+class Parameters:
+    """Weights under a name prefix. `parameters / "mixer"` is the scope of a submodule.
+
+    formats: module name -> "dense", "nvfp4", "w4a16_nvfp4" or "fp8".
+    plan: engine weight name -> recipe, filled as weights are asked for; networks of one engine share it, and asking
+        again for the same weight (a tied head, the embedding of a draft head) names the same one.
+    """
+
+    def __init__(
+        self, graph: Graph, formats: Callable[[str], str], plan: dict[str, WeightRecipe], prefix: str = ""
+    ) -> None:
+        self.graph = graph
+        self.formats = formats
+        self.plan = plan
+        self.prefix = prefix
+
+    def __truediv__(self, name: str) -> Parameters:
+        return Parameters(self.graph, self.formats, self.plan, self.name(name))
+
+    def name(self, name: str) -> str:
+        return f"{self.prefix}.{name}" if self.prefix else name
+
+    def tensor(self, name: str, *shape: int, dtype: str | None = None) -> Value:
+        """A weight in the activation dtype, or `dtype`; dimensions of size 1 may be missing or extra on disk."""
+        full = self.name(name)
+        return self._declare(full, WeightRecipe((full,), dtype or self.graph.activation_dtype, shape))
+
+    def scalars(self, name: str, *shape: int) -> Value:
+        """A small weight that is kept in fp32: norms, A_log, D, dt_bias, router biases."""
+        return self.tensor(name, *shape, dtype=self.graph.scalar_dtype)
+
+    def linear(
+        self, name: str, out_features: int, in_features: int, bias: bool = False, float32: bool = False
+    ) -> Projection:
+        """Weight [out_features, in_features] of module `name`; `float32` keeps a dense one in fp32 (routers)."""
+        module = self.name(name)
+        dtype = self.graph.scalar_dtype if float32 else self.graph.activation_dtype
+        projection = self._projection(module, (module,), (out_features, in_features), dtype, float32)
+        if not bias:
+            return projection
+        self.tensor(f"{name}.bias", out_features)
+        return Projection(**{**projection.__dict__, "bias": f"{module}.bias"})
+
+    def experts(self, name: str, count: int, out_features: int, in_features: int) -> Projection:
+        """Stacked weight [count, out_features, in_features] of modules `experts.N.<name>`."""
+        modules = tuple(self.name(f"experts.{index}.{name}") for index in range(count))
+        shape = (count, out_features, in_features)
+        return self._projection(self.name(f"experts.{name}"), modules, shape, self.graph.activation_dtype)
+
+    def _projection(
+        self, name: str, modules: tuple[str, ...], shape: tuple[int, ...], dtype: str, float32: bool = False
+    ) -> Projection:
+        kinds = {self.formats(module) for module in modules}
+        if len(kinds) > 1:
+            raise ValueError(f"experts of {name!r} have different formats {sorted(kinds)}: they must share one")
+        checkpoint_format = kinds.pop()
+        if checkpoint_format not in FORMATS:
+            raise ValueError(
+                f"module {name!r} has unknown format {checkpoint_format!r}; this version knows {', '.join(FORMATS)}"
+            )
+        kind, activations = FORMATS[checkpoint_format]
+        tensors = []
+        for suffix, tensor_dtype, tensor_shape in _stored(name, kind, activations, shape, dtype):
+            sources = tuple(f"{module}.{suffix}" for module in modules)
+            recipe = WeightRecipe(sources, tensor_dtype, tensor_shape, stacked=len(shape) == 3)
+            tensors.append(self._declare(f"{name}.{suffix}", recipe).name)
+        return Projection(name, shape, kind, activations, tuple(tensors), float32=float32 and kind == "dense")
+
+    def _declare(self, name: str, recipe: WeightRecipe) -> Value:
+        known = self.plan.setdefault(name, recipe)
+        if known != recipe:
+            raise ValueError(f"weight {name!r} is asked for as {recipe.spec}, but was {known.spec} before")
+        self.graph.network.weights[name] = recipe.spec
+        return self.graph.value(name)
+
+
+def _stored(
+    name: str, kind: str, activations: str | None, shape: tuple[int, ...], dtype: str
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(suffix, dtype, shape) of every tensor of a projection, the weight first."""
+    if kind == "dense":
+        return [("weight", dtype, shape)]
+    *leading, in_features = shape
+    experts = shape[:-2]
+    if kind == "fp8":
+        stored = [("weight", "float8_e4m3fn", shape), ("weight_scale", "float32", experts)]
+    elif in_features % NVFP4_BLOCK:
+        raise ValueError(f"{name!r} cannot be NVFP4: {in_features} input features are no multiple of {NVFP4_BLOCK}")
+    else:
+        stored = [
+            ("weight", "uint8", (*leading, in_features // 2)),
+            ("weight_scale", "float8_e4m3fn", (*leading, in_features // NVFP4_BLOCK)),
+            ("weight_scale_2", "float32", experts),
+        ]
+    return [*stored, ("input_scale", "float32", experts)] if activations else stored
