@@ -1,0 +1,153 @@
+"""Speculative decoding: who proposes tokens, and which proposals stand.
+
+A drafter proposes tokens for the positions behind a sequence's last token; one verify window of the model gives the
+model's own choice at each of them. A proposal without probabilities stands if the model's choice at its position is
+the same token. That rule is exact for sampling too: the choice is drawn from the model's distribution p whatever was
+proposed, so the output has distribution p, and it equals plain sampling token for token under the same seed. A
+proposal drawn from a distribution q goes through rejection sampling (Leviathan et al., ICML 2023; Chen et al., 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from replayssm.runtime.sampling import draw
+
+
+@dataclass
+class Draft:
+    """Proposed tokens and, where they were drawn at random, the distributions [len(tokens), V] they came from."""
+
+    tokens: list[int]
+    probs: torch.Tensor | None = None
+
+
+@dataclass
+class DraftRequest:
+    """A sequence that wants a draft.
+
+    tokens: the whole sequence; its last token has not been through the model yet.
+    max_tokens: most tokens that may be proposed.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    max_tokens: int
+
+
+class Drafter(Protocol):
+    """Proposes tokens. A drafter may keep what it learns about a slot until `release`."""
+
+    def observe(self, slot: int, tokens: Sequence[int], hidden_states: torch.Tensor | None) -> None:
+        """Take note of `tokens` that were committed to `slot`, and of the hidden states [n, hidden] of each."""
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One draft per request; it may be empty."""
+
+    def release(self, slot: int) -> None:
+        """Forget the slot's sequence."""
+
+
+def accept_matching(draft_tokens: Sequence[int], target_tokens: Sequence[int]) -> list[int]:
+    """Tokens that a verify window yields when proposals stand by equality.
+
+    target_tokens: the model's choice after the window's first token and after each draft, one more than the drafts.
+    Returns the drafts that stand and the model's next choice: 1 to len(draft_tokens) + 1 tokens.
+    """
+    if len(target_tokens) != len(draft_tokens) + 1:
+        raise ValueError(f"expected {len(draft_tokens) + 1} target tokens, got {len(target_tokens)}")
+    accepted = 0
+    while accepted < len(draft_tokens) and draft_tokens[accepted] == target_tokens[accepted]:
+        accepted += 1
+    return list(target_tokens[: accepted + 1])
+
+
+def accept_rejection(
+    draft_tokens: Sequence[int],
+    draft_probs: torch.Tensor,
+    target_probs: torch.Tensor,
+    accept_uniforms: torch.Tensor,
+    token_uniforms: torch.Tensor,
+) -> list[int]:
+    """Tokens that a verify window yields under rejection sampling; each is distributed as the model's own.
+
+    draft_probs: [k, V], what the k drafts were drawn from. target_probs: [k + 1, V], the model's distributions.
+    accept_uniforms: [k] in [0, 1), decide whether a draft stands, with probability min(1, p / q).
+    token_uniforms: [k + 1] in [0, 1), draw the replacement of the first draft that falls, from max(p - q, 0)
+        normalised, or the token behind the last draft, from p.
+    """
+    count = len(draft_tokens)
+    if draft_probs.shape[0] != count or target_probs.shape[0] != count + 1:
+        raise ValueError(
+            f"{count} drafts need {count} draft and {count + 1} target distributions, "
+            f"got {draft_probs.shape[0]} and {target_probs.shape[0]}"
+        )
+    tokens = list(draft_tokens)
+    for index, token in enumerate(draft_tokens):
+        p, q = target_probs[index], draft_probs[index]
+        if accept_uniforms[index] * q[token] < p[token]:
+            continue
+        residual = (p - q).clamp_min(0.0)
+        # Rounding can leave no residual where p and q agree; the draft then stood with probability one up to rounding.
+        source = residual if bool(residual.sum() > 0) else p
+        return [*tokens[:index], int(draw(source[None], token_uniforms[index : index + 1]))]
+    return [*tokens, int(draw(target_probs[count][None], token_uniforms[count : count + 1]))]
+
+
+class _NgramIndex:
+    """Where each n-gram of a growing sequence was last followed by something."""
+
+    def __init__(self, min_ngram: int, max_ngram: int) -> None:
+        self.sizes = range(max_ngram, min_ngram - 1, -1)
+        self.indexed = 0
+        self.followers: dict[tuple[int, ...], int] = {}
+
+    def lookup(self, tokens: Sequence[int]) -> int | None:
+        """Start of what followed the longest, most recent earlier occurrence of a suffix of `tokens`."""
+        for end in range(max(self.indexed, 1), len(tokens)):
+            for size in self.sizes:
+                if size <= end:
+                    self.followers[tuple(tokens[end - size : end])] = end
+        self.indexed = len(tokens)
+        for size in self.sizes:
+            if size < len(tokens):
+                start = self.followers.get(tuple(tokens[-size:]))
+                if start is not None:
+                    return start
+        return None
+
+
+class NgramDrafter:
+    """Prompt lookup: proposes what followed the sequence's last tokens when they occurred before.
+
+    The longest matching suffix of min_ngram to max_ngram tokens decides, its most recent occurrence first. A copy that
+    reaches the end of the sequence goes on with its own proposals, so a repeating pattern is proposed at full length.
+    """
+
+    def __init__(self, max_ngram: int = 4, min_ngram: int = 1) -> None:
+        if not 1 <= min_ngram <= max_ngram:
+            raise ValueError(f"expected 1 <= min_ngram <= max_ngram, got {min_ngram} and {max_ngram}")
+        self.min_ngram = min_ngram
+        self.max_ngram = max_ngram
+        self._indices: dict[int, _NgramIndex] = {}
+
+    def observe(self, slot: int, tokens: Sequence[int], hidden_states: torch.Tensor | None) -> None:
+        pass
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [Draft(self._draft(request)) for request in requests]
+
+    def _draft(self, request: DraftRequest) -> list[int]:
+        index = self._indices.setdefault(request.slot, _NgramIndex(self.min_ngram, self.max_ngram))
+        start = index.lookup(request.tokens)
+        if start is None:
+            return []
+        period = len(request.tokens) - start
+        return [int(request.tokens[start + offset % period]) for offset in range(request.max_tokens)]
+
+    def release(self, slot: int) -> None:
+        self._indices.pop(slot, None)
