@@ -266,7 +266,7 @@ def route_sigmoid(
 
 
 def route_softmax(logits: Value, top_k: int) -> tuple[Value, Value]:
-    """Experts by top-k of softmax(logits [T, E]), weights renormalised to sum 1: ids int64 and weights fp32 [T, top_k]."""
+    """Experts by top-k of softmax(logits [T, E]); weights sum to 1. ids int64 and weights fp32, both [T, top_k]."""
     return _route("route_softmax", [logits], {"top_k": top_k})
 
 

@@ -1,14 +1,9 @@
 """Weights of a network: how model definitions name them, in which format each is kept, and where it comes from.
 
 This is the only place that knows about quantization formats. A model definition asks its `Parameters` for a projection
-by its module name; the checkpoint's format of that module decides which tensors the engine stores for it:
-
-    dense          weight [out, in]
-    nvfp4          weight uint8 [out, in / 2], weight_scale e4m3 [out, in / 16], weight_scale_2 fp32 [],
-                   and input_scale fp32 [] where activations are quantized too ("w4a16_nvfp4" leaves them alone)
-    fp8            weight e4m3 [out, in], weight_scale fp32 [], input_scale fp32 []
-
-Experts are the same with a leading expert dimension. `WeightRecipe` says how each engine weight is obtained.
+by its module name; the checkpoint's format of that module decides which tensors the engine stores for it
+(`weight_shapes.storage`), packed as they are. Experts are the same with a leading expert dimension. `WeightRecipe`
+says how each engine weight is obtained.
 """
 
 from __future__ import annotations
@@ -19,18 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from replayssm.plugins.contract import ELEMENT_BITS, NVFP4_BLOCK
+from replayssm.builders.formats import DENSE, FP8, NVFP4, W4A16_NVFP4
+from replayssm.builders.weight_shapes import storage
+from replayssm.plugins.contract import ELEMENT_BITS
 from replayssm.plugins.network import WeightSpec
 from replayssm.plugins.state import torch_dtype
 
 if TYPE_CHECKING:
     from replayssm.builders.functional import Graph, Value
 
-FORMATS: dict[str, tuple[str, str | None]] = {
-    "dense": ("dense", None),
-    "nvfp4": ("nvfp4", "nvfp4"),
-    "w4a16_nvfp4": ("nvfp4", None),
-    "fp8": ("fp8", "fp8"),
+OPERAND_FORMATS: dict[str, tuple[str, str | None]] = {
+    DENSE: ("dense", None),
+    NVFP4: ("nvfp4", "nvfp4"),
+    W4A16_NVFP4: ("nvfp4", None),
+    FP8: ("fp8", "fp8"),
 }
 """Checkpoint format of a module -> (weight format, activation format) of its linear operator."""
 
@@ -133,7 +130,7 @@ class Parameters:
         self.prefix = prefix
 
     def __truediv__(self, name: str) -> Parameters:
-        return Parameters(self.graph, self.formats, self.plan, self.name(name))
+        return Parameters(self.graph, self.formats, self.plan, self.name(name.removesuffix(".")))
 
     def name(self, name: str) -> str:
         return f"{self.prefix}.{name}" if self.prefix else name
@@ -168,19 +165,22 @@ class Parameters:
     def _projection(
         self, name: str, modules: tuple[str, ...], shape: tuple[int, ...], dtype: str, float32: bool = False
     ) -> Projection:
-        kinds = {self.formats(module) for module in modules}
-        if len(kinds) > 1:
-            raise ValueError(f"experts of {name!r} have different formats {sorted(kinds)}: they must share one")
-        checkpoint_format = kinds.pop()
-        if checkpoint_format not in FORMATS:
-            raise ValueError(
-                f"module {name!r} has unknown format {checkpoint_format!r}; this version knows {', '.join(FORMATS)}"
-            )
-        kind, activations = FORMATS[checkpoint_format]
-        tensors = []
-        for suffix, tensor_dtype, tensor_shape in _stored(name, kind, activations, shape, dtype):
+        found = {self.formats(module) for module in modules}
+        if len(found) > 1:
+            raise ValueError(f"experts of {name!r} have different formats {sorted(found)}: they must share one")
+        checkpoint_format = found.pop()
+        if checkpoint_format not in OPERAND_FORMATS:
+            known = ", ".join(OPERAND_FORMATS)
+            raise ValueError(f"module {name!r} has format {checkpoint_format!r}; expected one of {known}")
+        kind, activations = OPERAND_FORMATS[checkpoint_format]
+        tensors, stacked, experts = [], len(shape) == 3, shape[:-2]
+        try:
+            stored = storage(shape[-2:], checkpoint_format, dtype)
+        except ValueError as error:
+            raise ValueError(f"module {name!r}: {error}") from None
+        for suffix, (tensor_dtype, tensor_shape) in stored.items():
             sources = tuple(f"{module}.{suffix}" for module in modules)
-            recipe = WeightRecipe(sources, tensor_dtype, tensor_shape, stacked=len(shape) == 3)
+            recipe = WeightRecipe(sources, tensor_dtype, (*experts, *tensor_shape), stacked)
             tensors.append(self._declare(f"{name}.{suffix}", recipe).name)
         return Projection(name, shape, kind, activations, tuple(tensors), float32=float32 and kind == "dense")
 
@@ -190,24 +190,3 @@ class Parameters:
             raise ValueError(f"weight {name!r} is asked for as {recipe.spec}, but was {known.spec} before")
         self.graph.network.weights[name] = recipe.spec
         return self.graph.value(name)
-
-
-def _stored(
-    name: str, kind: str, activations: str | None, shape: tuple[int, ...], dtype: str
-) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(suffix, dtype, shape) of every tensor of a projection, the weight first."""
-    if kind == "dense":
-        return [("weight", dtype, shape)]
-    *leading, in_features = shape
-    experts = shape[:-2]
-    if kind == "fp8":
-        stored = [("weight", "float8_e4m3fn", shape), ("weight_scale", "float32", experts)]
-    elif in_features % NVFP4_BLOCK:
-        raise ValueError(f"{name!r} cannot be NVFP4: {in_features} input features are no multiple of {NVFP4_BLOCK}")
-    else:
-        stored = [
-            ("weight", "uint8", (*leading, in_features // 2)),
-            ("weight_scale", "float8_e4m3fn", (*leading, in_features // NVFP4_BLOCK)),
-            ("weight_scale_2", "float32", experts),
-        ]
-    return [*stored, ("input_scale", "float32", experts)] if activations else stored

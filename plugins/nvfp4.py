@@ -60,7 +60,7 @@ def dequantize_fp8(
 
 
 def round_to_nvfp4(x: torch.Tensor, input_scale: torch.Tensor) -> torch.Tensor:
-    """x as an NVFP4 matrix product reads it: blocks of 16 of the last dimension, block scales in units of input_scale."""
+    """x as an NVFP4 product reads it: blocks of 16 of the last dimension, block scales in units of input_scale."""
     blocks = x.float().unflatten(-1, (-1, NVFP4_BLOCK))
     block_scale = blocks.abs().amax(-1, keepdim=True) / (E2M1_MAX * input_scale)
     scale = block_scale.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float() * input_scale
