@@ -1,0 +1,125 @@
+"""What a model costs in state, traffic and memory, from its config alone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from replayssm.builders.architecture import AttentionConfig, ModelConfig
+from replayssm.builders.config import weight_bytes
+from replayssm.builders.formats import DENSE, FP8, NVFP4, W4A16_NVFP4
+from replayssm.builders.weight_shapes import quantizable_modules
+from replayssm.plugins.contract import Geometry, ReplaySettings
+from replayssm.plugins.traffic import SlotBytes, Traffic, slot_bytes, traffic_per_token
+
+WEIGHT_FORMATS = {"bf16": DENSE, "nvfp4": NVFP4, "nvfp4-w4a16": W4A16_NVFP4, "fp8": FP8}
+"""Choices for "as if all projections were stored so"; "checkpoint" is what the config itself declares."""
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "139GiB", "80 GB", "512m" or a plain number. Without the i, units are powers of 1,000."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; expected a number with B, KB, MB, GB, TB or KiB, MiB, GiB, TiB")
+    number, unit, binary = match.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** ("kmgt".index(unit.lower()) + 1 if unit else 0))
+
+
+def geometries(config: ModelConfig) -> tuple[Geometry, ...]:
+    """Geometry of everything in the trunk that keeps state, in execution order."""
+    found: list[Geometry] = []
+    for layer in config.layers:
+        if layer.mixer is not None:
+            found.append(layer.mixer.geometry)
+            if not isinstance(layer.mixer, AttentionConfig):
+                found.append(layer.mixer.conv)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The figures of `replayssm inspect`. Bytes are exact; `traffic` is the model of `plugins.traffic`.
+
+    layers: number of layers by kind.  weights: stored bytes by dtype, and "total", with the draft head.
+    max_batch: sequences of `max_seq_len` tokens that fit `memory_bytes` less `reserve_bytes` beside the weights.
+    """
+
+    model: str
+    layers: dict[str, int]
+    settings: ReplaySettings
+    slot: SlotBytes
+    traffic: Traffic
+    weights: dict[str, int]
+    draft_len: int
+    acceptance_length: float
+    memory_bytes: int
+    reserve_bytes: int
+
+    @property
+    def max_batch(self) -> int:
+        free = self.memory_bytes - self.reserve_bytes - self.weights["total"]
+        return max(0, free // self.slot.total(self.settings.max_seq_len))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "layers": self.layers,
+            "state_bytes_per_sequence": self.slot.state,
+            "readout_bytes_per_sequence": self.slot.readout,
+            "ring_bytes_per_sequence": self.slot.ring,
+            "conv_bytes_per_sequence": self.slot.conv,
+            "kv_bytes_per_token": self.slot.kv_per_token,
+            "weight_bytes": self.weights["total"],
+            "traffic_bytes_per_token": {
+                "plain": round(self.traffic.plain),
+                "replay": round(self.traffic.replay),
+                "snapshot_speculation": round(self.traffic.snapshot_speculation),
+                "replay_speculation": round(self.traffic.replay_speculation),
+            },
+            "max_batch": self.max_batch,
+        }
+
+
+def inspect_model(
+    config: ModelConfig,
+    settings: ReplaySettings,
+    *,
+    name: str,
+    weights: str = "checkpoint",
+    acceptance_length: float | None = None,
+    memory_bytes: int,
+    reserve_bytes: int = 0,
+) -> Inspection:
+    """All figures of a model. The draft length is `settings.max_window - 1`.
+
+    weights: "checkpoint", or a key of WEIGHT_FORMATS.  acceptance_length: mean tokens per verify call; by default
+    half of the drafts are accepted.
+    """
+    draft_len = settings.max_window - 1
+    if acceptance_length is None:
+        acceptance_length = 1 + draft_len / 2
+    stateful = geometries(config)
+    formats = None
+    if weights != "checkpoint":
+        formats = dict.fromkeys(quantizable_modules(config), WEIGHT_FORMATS[weights])
+    return Inspection(
+        model=name,
+        layers=dict(Counter(part.kind for layer in config.layers for part in _parts(layer))),
+        settings=settings,
+        slot=slot_bytes(stateful, settings),
+        traffic=traffic_per_token(stateful, settings, draft_len, acceptance_length),
+        weights=weight_bytes(config, formats),
+        draft_len=draft_len,
+        acceptance_length=acceptance_length,
+        memory_bytes=memory_bytes,
+        reserve_bytes=reserve_bytes,
+    )
+
+
+def _parts(layer) -> list:
+    return [part for part in (layer.mixer, layer.feed_forward) if part is not None]

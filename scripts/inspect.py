@@ -1,0 +1,140 @@
+"""`replayssm inspect`: state sizes and memory traffic of a model, from its config alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from replayssm.plugins.contract import READOUT_DTYPES, STATE_DTYPES, ReplaySettings
+
+GIB = 2**30
+
+
+@click.command()
+@click.argument("model")
+@click.option("--buffer-len", default=16, show_default=True, help="L, tokens between two rewrites of the state.")
+@click.option("--max-draft-len", default=4, show_default=True, help="Drafts verified by one call.")
+@click.option(
+    "--acceptance-length",
+    type=float,
+    help="Mean tokens that one verify call yields, bonus token included.  [default: half of the drafts accepted]",
+)
+@click.option("--state-dtype", type=click.Choice(STATE_DTYPES[:3]), default="float32", show_default=True)
+@click.option("--readout-dtype", type=click.Choice(READOUT_DTYPES), default="same", show_default=True)
+@click.option(
+    "--weights",
+    type=click.Choice(["checkpoint", "bf16", "nvfp4", "nvfp4-w4a16", "fp8"]),
+    default="checkpoint",
+    show_default=True,
+    help="Format of the projections: what the checkpoint declares, or as if all were stored so.",
+)
+@click.option(
+    "--max-seq-len", default=4096, show_default=True, help="Tokens held per sequence, for the batch that fits."
+)
+@click.option("--memory", default="139GiB", show_default=True, help="Memory of the GPU, for the batch that fits.")
+@click.option("--reserve", default="6GiB", show_default=True, help="Memory kept back for everything else.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+def inspect(model: str, as_json: bool, **options) -> None:
+    """Show state sizes, memory traffic per token and the batch that fits.
+
+    MODEL is a checkpoint directory, a config.json, or one of the published models whose configs ship with replayssm:
+    nano4b, super120b, super120b-nvfp4, qwen4b, qwen122b, qwen122b-nvfp4, or their Hugging Face names.
+    """
+    report = _inspect(model, **options)
+    if as_json:
+        click.echo(json.dumps(report.to_json()))
+    else:
+        _print_tables(report)
+
+
+def _inspect(
+    model: str,
+    buffer_len: int,
+    max_draft_len: int,
+    acceptance_length: float | None,
+    state_dtype: str,
+    readout_dtype: str,
+    weights: str,
+    max_seq_len: int,
+    memory: str,
+    reserve: str,
+):
+    from replayssm.builders.config import PUBLISHED, published, read_config
+    from replayssm.builders.inspection import inspect_model, parse_size
+
+    known = model in PUBLISHED or model in PUBLISHED.values()
+    if not known and not Path(model).exists():
+        raise ValueError(
+            f"{model!r} is neither a path nor a published model; expected a checkpoint directory, a config.json or "
+            f"one of {', '.join(PUBLISHED)}"
+        )
+    if max_draft_len < 0:
+        raise ValueError(f"--max-draft-len must be >= 0, got {max_draft_len}")
+    return inspect_model(
+        published(model) if known else read_config(model),
+        ReplaySettings(buffer_len, 1 + max_draft_len, max_seq_len, state_dtype, readout_dtype),
+        name=PUBLISHED.get(model, model),
+        weights=weights,
+        acceptance_length=acceptance_length,
+        memory_bytes=parse_size(memory),
+        reserve_bytes=parse_size(reserve),
+    )
+
+
+def _print_tables(report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    settings, slot = report.settings, report.slot
+    layers = ", ".join(f"{count} {kind}" for kind, count in report.layers.items())
+    console.print(f"[bold]{report.model}[/bold]: {layers}; weights {report.weights['total'] / GIB:.2f} GiB")
+
+    memory = Table("One sequence holds", "bytes", "", title="Memory", title_justify="left")
+    ring = f"ring of {settings.ring_len} tokens (L {settings.buffer_len}, window {settings.max_window})"
+    rows = {f"recurrent state ({settings.state_dtype})": slot.state, ring: slot.ring, "convolution ring": slot.conv}
+    if slot.readout:
+        rows[f"readout copy ({settings.readout_dtype})"] = slot.readout
+    if slot.snapshots:
+        rows["state snapshots of one verify window"] = slot.snapshots
+    rows["attention cache, per token"] = slot.kv_per_token
+    rows[f"all, at {settings.max_seq_len:,} tokens"] = slot.total(settings.max_seq_len)
+    for name, count in rows.items():
+        memory.add_row(name, f"{count:,}", _readable(count))
+    for column in memory.columns[1:]:
+        column.justify = "right"
+    console.print(memory)
+
+    traffic = Table(
+        "Recurrent state moved per token",
+        "rewriting the state",
+        "replay",
+        "ratio",
+        title="Traffic",
+        title_justify="left",
+    )
+    drafts = f"verifying {report.draft_len} drafts, {report.acceptance_length:g} tokens a call"
+    for name, before, after in (
+        ("decoding", report.traffic.plain, report.traffic.replay),
+        (drafts, report.traffic.snapshot_speculation, report.traffic.replay_speculation),
+    ):
+        traffic.add_row(name, _readable(before), _readable(after), f"{before / after:.2f}x")
+    for column in traffic.columns[1:]:
+        column.justify = "right"
+    console.print(traffic)
+    console.print(
+        f"A GPU of {_readable(report.memory_bytes)}, {_readable(report.reserve_bytes)} kept back, holds "
+        f"[bold]{report.max_batch:,}[/bold] sequences of {settings.max_seq_len:,} tokens beside the weights."
+    )
+    for warning in settings.warnings:
+        console.print(f"[yellow]note:[/yellow] {warning}")
+
+
+def _readable(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")

@@ -1,0 +1,80 @@
+"""`replayssm inspect` and `replayssm doctor` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from click.testing import CliRunner
+
+from replayssm.scripts.cli import main
+
+KEYS = {
+    "model", "layers", "state_bytes_per_sequence", "readout_bytes_per_sequence", "ring_bytes_per_sequence",
+    "conv_bytes_per_sequence", "kv_bytes_per_token", "weight_bytes", "traffic_bytes_per_token", "max_batch",
+}  # fmt: skip
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(main, arguments)
+
+
+@pytest.mark.parametrize("name", ["nano4b", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4", "qwen4b", "qwen122b"])
+def test_json_is_one_object_with_the_published_keys(name: str) -> None:
+    result = run("inspect", name, "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert report.keys() == KEYS
+    assert report["traffic_bytes_per_token"]["replay"] < report["traffic_bytes_per_token"]["plain"]
+
+
+def test_tables_show_the_same_figures(monkeypatch) -> None:
+    monkeypatch.setitem(os.environ, "COLUMNS", "120")
+    result = run("inspect", "nano4b", "--readout-dtype", "nvfp4")
+    assert "82,575,360" in result.output
+    assert "readout copy (nvfp4)" in result.output
+    assert "21 mamba2, 17 mlp, 4 attention" in result.output
+
+
+def test_config_file_is_accepted(tmp_path) -> None:
+    from replayssm.builders.config import published_config
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(published_config("qwen4b")))
+    assert json.loads(run("inspect", str(path), "--json").stdout)["layers"] == {"gdn": 24, "mlp": 32, "attention": 8}
+    assert json.loads(run("inspect", str(tmp_path), "--json").stdout)["kv_bytes_per_token"] == 32_768
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no-such-model",), "neither a path nor a published model"),
+        (("qwen4b", "--memory", "much"), "is not a size"),
+        (("qwen4b", "--buffer-len", "-1"), "buffer_len must be an integer >= 0, got -1"),
+        (("qwen4b", "--max-draft-len", "-1"), "--max-draft-len must be >= 0"),
+        (("qwen4b", "--acceptance-length", "9"), "between 1 and 1 + draft_len = 5, got 9"),
+        (("qwen4b", "--buffer-len", "0", "--readout-dtype", "nvfp4"), "choose readout_dtype 'same'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
+    result = run("inspect", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_short_buffer_is_reported_as_useless() -> None:
+    assert "shorter than max_window" in " ".join(run("inspect", "qwen4b", "--buffer-len", "2").output.split())
+
+
+def test_doctor_prints_json_alone() -> None:
+    report = json.loads(run("doctor", "--json").stdout)
+    assert report["targets"]["torch"]["works"] is True
+
+
+def test_doctor_tables_name_every_target() -> None:
+    output = run("doctor").output
+    for name in ("torch", "tensorrt", "tensorrt-rtx", "tensorrt-llm"):
+        assert name in output
