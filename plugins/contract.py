@@ -44,12 +44,14 @@ class ErrorBit:
     SEQ_LEN_BELOW_CHECKPOINT = 2
     WINDOW_OUT_OF_RANGE = 4
     POSITION_PAST_LIMIT = 8
+    HISTORY_OUT_OF_RANGE = 16
 
     MESSAGES: ClassVar[dict[int, str]] = {
         1: "a row named a slot outside the pool",
         2: "a row's seq_len lies below its checkpoint: rolling back that far needs a snapshot",
         4: "a row's window reaches outside the packed tokens or is negative",
         8: "a row's window ends past max_seq_len",
+        16: "a row's seq_len lies further past its checkpoint than any sequence of windows leads: tokens were skipped",
     }
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -65,3 +66,57 @@ def raise_on_error(error_flag: torch.Tensor) -> None:
     if flag:
         error_flag.zero_()
         raise RuntimeError(f"invalid row in an operator call: {ErrorBit.describe(flag)}")
+
+
+def _slot_index(state: LayerState, slots: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    """Slots as an int64 tensor on the state's device; ValueError if one lies outside the pool."""
+    device = next(iter(state.tensors.values())).device
+    index = torch.as_tensor(slots, dtype=torch.int64, device=device)
+    if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < state.slots):
+        raise ValueError(f"slots must lie in [0, {state.slots}), got {index.tolist()}")
+    return index
+
+
+def copy_slot(state: LayerState, src: int, dst: int) -> None:
+    """Make slot `dst` hold what slot `src` holds: forks a sequence, restores a snapshot (design rule 9)."""
+    _slot_index(state, [src, dst])
+    for tensor in state.tensors.values():
+        tensor[dst] = tensor[src]
+
+
+def set_checkpoint_position(
+    state: LayerState, slots: torch.Tensor | Sequence[int], positions: torch.Tensor | Sequence[int]
+) -> None:
+    """Declare that the checkpoints of `slots` belong to `positions` (both [n]); for states loaded from elsewhere.
+
+    Does nothing where a state keeps no position (baseline, convolution, attention): its content is addressed by
+    seq_len alone.
+    """
+    index = _slot_index(state, slots)
+    tensor = state.tensors.get("checkpoint_position")
+    if tensor is not None:
+        tensor[index] = torch.as_tensor(positions, dtype=tensor.dtype, device=tensor.device)[:, None, None]
+
+
+def commit(state: LayerState, slots: torch.Tensor | Sequence[int], accepted: torch.Tensor | Sequence[int]) -> None:
+    """Keep the first accepted[i] tokens of the last verify window of slots[i] (both [n]); baseline only.
+
+    The baseline leaves the checkpoint as it was when a window has 2 to max_window tokens and stores a snapshot after
+    each token instead; this copies the snapshot of the last accepted token back. 0 keeps the old checkpoint. Windows
+    of one token have updated the checkpoint already and must not be committed. Does nothing for a state without
+    snapshots: replay state, convolution and attention roll back by seq_len alone.
+    """
+    snapshots = state.tensors.get("snapshots")
+    if snapshots is None:
+        return
+    index = _slot_index(state, slots)
+    count = torch.as_tensor(accepted, dtype=torch.int64, device=index.device)
+    if count.shape != index.shape or (
+        count.numel() and not (int(count.min()) >= 0 and int(count.max()) <= snapshots.shape[1])
+    ):
+        raise ValueError(
+            f"accepted must hold {index.numel()} counts in [0, {snapshots.shape[1]}], got {count.tolist()}"
+        )
+    kept = count > 0
+    index, count = index[kept], count[kept]
+    state["checkpoint"][index] = snapshots[index, count - 1]
