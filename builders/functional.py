@@ -141,19 +141,19 @@ def embedding(ids: Value, table: Projection) -> Value:
     _check("embedding", f"format of {table.name}", table.kind == "fp8", False)
     graph = ids.graph
     spec = TensorSpec(graph.activation_dtype, ("T", table.shape[1]))
-    return graph.emit("embedding", [ids, *table.values(graph)], spec, attributes={"format": table.kind})
+    return graph.emit("embedding", [ids, *table.values(graph)], spec, attributes=dict(table.attributes))
 
 
 def linear(x: Value, weight: Projection, output_dtype: str | None = None) -> Value:
-    """x [.., in] times weight [out, in] transposed, plus its bias.
+    """x [.., in] times weight [out, in] transposed.
 
     With `output_dtype` "float32" the fp32 accumulator is returned, where a target has such a product; others round to
     the activation dtype first. A weight kept in fp32 (a router) is multiplied in fp32.
     """
     out_features, in_features = weight.shape
     _check("linear", f"the last dimension of x, for {weight.name},", x.shape[-1], in_features)
-    dtype = output_dtype or ("float32" if weight.float32 else x.graph.activation_dtype)
-    attributes = {**weight.attributes, "bias": weight.bias is not None, "output_dtype": dtype}
+    dtype = output_dtype or (weight.dense_dtype or x.graph.activation_dtype)
+    attributes = {**weight.attributes, "output_dtype": dtype}
     return x.graph.emit(
         "linear", [x, *weight.values(x.graph)], x.like(out_features, dtype=dtype), attributes=attributes
     )

@@ -91,7 +91,8 @@ class Projection:
     """Weight of a linear operator in its format; stacked [E, out, in] for experts.
 
     name: module name; shape: of the dequantized weight; kind: "dense", "nvfp4" or "fp8"; activations: how the
-    operator's input is quantized, or None; tensors: engine weight names, the weight first and then its scales.
+    operator's input is quantized, or None; tensors: engine weight names, the weight first and then its scales;
+    dense_dtype: dtype of a dense weight.
     """
 
     name: str
@@ -99,18 +100,15 @@ class Projection:
     kind: str
     activations: str | None
     tensors: tuple[str, ...]
-    bias: str | None = None
-    float32: bool = False
+    dense_dtype: str | None = None
 
     @property
     def attributes(self) -> dict[str, Any]:
         return {"format": self.kind, "activations": self.activations}
 
     def values(self, graph: Graph) -> list[Value]:
-        """Operator inputs in order: weight, bias if there is one, scales."""
-        weight, *scales = self.tensors
-        names = [weight, *scales] if self.bias is None else [weight, self.bias, *scales]
-        return [graph.value(name) for name in names]
+        """Operator inputs in order: the weight, then its scales."""
+        return [graph.value(name) for name in self.tensors]
 
 
 class Parameters:
@@ -144,17 +142,11 @@ class Parameters:
         """A small weight that is kept in fp32: norms, A_log, D, dt_bias, router biases."""
         return self.tensor(name, *shape, dtype=self.graph.scalar_dtype)
 
-    def linear(
-        self, name: str, out_features: int, in_features: int, bias: bool = False, float32: bool = False
-    ) -> Projection:
+    def linear(self, name: str, out_features: int, in_features: int, float32: bool = False) -> Projection:
         """Weight [out_features, in_features] of module `name`; `float32` keeps a dense one in fp32 (routers)."""
         module = self.name(name)
         dtype = self.graph.scalar_dtype if float32 else self.graph.activation_dtype
-        projection = self._projection(module, (module,), (out_features, in_features), dtype, float32)
-        if not bias:
-            return projection
-        self.tensor(f"{name}.bias", out_features)
-        return Projection(**{**projection.__dict__, "bias": f"{module}.bias"})
+        return self._projection(module, (module,), (out_features, in_features), dtype)
 
     def experts(self, name: str, count: int, out_features: int, in_features: int) -> Projection:
         """Stacked weight [count, out_features, in_features] of modules `experts.N.<name>`."""
@@ -162,9 +154,7 @@ class Parameters:
         shape = (count, out_features, in_features)
         return self._projection(self.name(f"experts.{name}"), modules, shape, self.graph.activation_dtype)
 
-    def _projection(
-        self, name: str, modules: tuple[str, ...], shape: tuple[int, ...], dtype: str, float32: bool = False
-    ) -> Projection:
+    def _projection(self, name: str, modules: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> Projection:
         found = {self.formats(module) for module in modules}
         if len(found) > 1:
             raise ValueError(f"experts of {name!r} have different formats {sorted(found)}: they must share one")
@@ -182,7 +172,7 @@ class Parameters:
             sources = tuple(f"{module}.{suffix}" for module in modules)
             recipe = WeightRecipe(sources, tensor_dtype, (*experts, *tensor_shape), stacked)
             tensors.append(self._declare(f"{name}.{suffix}", recipe).name)
-        return Projection(name, shape, kind, activations, tuple(tensors), float32=float32 and kind == "dense")
+        return Projection(name, shape, kind, activations, tuple(tensors), dtype if kind == "dense" else None)
 
     def _declare(self, name: str, recipe: WeightRecipe) -> Value:
         known = self.plan.setdefault(name, recipe)
