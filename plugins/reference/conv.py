@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from replayssm.plugins.reference.layout import require
+from replayssm.plugins.reference.layout import require, silu
 from replayssm.plugins.reference.rows import Row, interpret_rows
 from replayssm.plugins.state import LayerState, torch_dtype
 
@@ -55,9 +54,7 @@ def causal_conv1d_window(
             _prefill(row, x[own], taps, ring, out[own])
         if bias is not None:
             out[own] += bias
-        # One row at a time: silu may treat the tail of a buffer differently from its body.
-        F.silu(out[own], inplace=True)
-    return out.to(act)
+    return silu(out).to(act)
 
 
 def _replay(rows: list[Row], x: torch.Tensor, taps: torch.Tensor, ring: torch.Tensor, out: torch.Tensor) -> None:

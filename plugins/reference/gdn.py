@@ -11,20 +11,19 @@ Shapes below: Hv value heads, Hk key heads, w window tokens, n history tokens, m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-import torch.nn.functional as F
 
 from replayssm.plugins.reference.layout import (
     Spans,
-    aligned,
     decays,
-    per_token,
     require,
     require_supported,
-    store_checkpoint_positions,
-    tokens_per_boundary,
+    sigmoid,
+    softplus,
 )
-from replayssm.plugins.reference.mamba2 import PREFILL_CHUNK
+from replayssm.plugins.reference.recurrent import RecurrentCall, add_outer, apply_state, step_outer
 from replayssm.plugins.reference.rows import Row, interpret_rows
 from replayssm.plugins.state import LayerState, torch_dtype
 
@@ -74,23 +73,14 @@ def gdn_window(
         require(name, tensor, (geometry.num_v_heads,))
     rows = interpret_rows(state, tokens, seq_lens, window_starts, window_lens, state_batch_indices)
     acc = torch_dtype(settings.scalar_dtype)
-    A, bias = -torch.exp(A_log.double()), dt_bias.double()
-    call = _Call(
-        q=l2_normalize(q, acc).to(acc) * geometry.head_k_dim**-0.5,
-        k=l2_normalize(k, acc),
-        v=v,
-        g=per_token(lambda raw: A * F.softplus(raw + bias), a, acc),
-        beta=per_token(torch.sigmoid, b, acc),
-        state=state,
-        o=torch.zeros(v.shape, dtype=acc),
-    )
-    short = [row for row in rows if not row.prefill]
-    if short:
-        call.replay(short)
-    for row in rows:
-        if row.prefill:
-            call.prefill(row)
-    return call.o.to(act)
+    call = _GdnCall(state, torch.zeros(v.shape, dtype=acc))
+    call.q, call.k = l2_normalize(q, acc).to(acc) * geometry.head_k_dim**-0.5, l2_normalize(k, acc)
+    # Scalars of a head and token are cheap: fp64, rounded once.
+    call.g = (softplus(a.double() + dt_bias.double()) * -torch.exp(A_log.double())).to(acc)
+    call.v, call.beta = v, sigmoid(b.double()).to(acc)
+    call.new_u = torch.zeros_like(call.out)
+    call.run(rows)
+    return call.out.to(act)
 
 
 def l2_normalize(tensor: torch.Tensor, acc: torch.dtype) -> torch.Tensor:
@@ -108,81 +98,58 @@ def split_u(u: torch.Tensor, planes: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack((high, (u - high.to(u.dtype)).to(dtype)), dim=-2)
 
 
-def join_u(planes: torch.Tensor, acc: torch.dtype) -> torch.Tensor:
-    """Inverse of `split_u`: the sum of the planes, in `acc`."""
-    wide = planes.to(acc)
-    return wide[..., 0, :] if wide.shape[-2] == 1 else wide[..., 0, :] + wide[..., 1, :]
+class _GdnCall(RecurrentCall):
+    """k [T, Hk, dk] normalised and v [T, Hv, dv] in their own dtype; q [T, Hk, dk] normalised and scaled, g and beta
+    [T, Hv] in the accumulation dtype, as is new_u [T, Hv, dv], the u of the windows' tokens."""
 
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    new_u: torch.Tensor
 
-class _Call:
-    """Prepared inputs of one call: q [T, Hk, dk] scaled, g, beta [T, Hv] in the accumulation dtype; k normalised."""
+    def ring_inputs(self) -> dict[str, torch.Tensor]:
+        return {"ring_k": self.k, "ring_g": self.g}
 
-    def __init__(self, q, k, v, g, beta, state, o) -> None:
-        self.q, self.k, self.v, self.g, self.beta = q, k, v, g, beta
-        self.state, self.o = state, o
-        self.acc = o.dtype
-        self.boundary = tokens_per_boundary(k.shape[1] * k.shape[2], v.shape[1] * v.shape[2])
+    def ring_results(self) -> dict[str, torch.Tensor]:
+        u = self.state["ring_u"]
+        return {"ring_u": split_u(self.new_u, u.shape[-2], u.dtype)}
 
-    def replay(self, rows: list[Row]) -> None:
-        """Rules 1 to 6: fold where due, append every window to the ring, compute from checkpoint and ring."""
-        state = self.state
-        updates = {row.slot: 0 for row in rows if row.seq_len == 0}
-        for index, row in enumerate(rows):
-            if row.flush:
-                self.checkpoint(row).copy_(self.fold_history(row))
-                updates[row.slot] = row.seq_len
-                rows[index] = row._replace(checkpoint_position=row.seq_len, flush=False)
-        store_checkpoint_positions(state["checkpoint_position"], updates)
-        windows = Spans(rows, with_history=False, boundary=self.boundary)
-        windows.write_ring(state["ring_k"], self.k)
-        windows.write_ring(state["ring_g"], self.g)
+    def read(self, spans: Spans) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(g, u, k) of ring rows in the accumulation dtype; u means nothing where it has not been computed yet."""
+        k, u, g = (spans.gather_ring(self.state[part]).to(self.acc) for part in ("ring_k", "ring_u", "ring_g"))
+        return g, u.sum(-2), k
+
+    def history(self, row: Row) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.read(Spans.of_history(row))
+
+    def replay(self, rows: Sequence[Row], windows: Spans) -> None:
         live = Spans(rows, with_history=True, boundary=self.boundary)
-        k, u, g = self.read_ring(live)
+        g, u, k = self.read(live)
         q, v, beta = (part[windows.tokens].to(self.acc) for part in (self.q, self.v, self.beta))
-        new_u = torch.zeros_like(self.o)
         for row, begin, start in zip(rows, live.starts, windows.starts, strict=True):
-            end, own = begin + row.history + row.length, slice(row.start, row.start + row.length)
-            window = slice(start, start + row.length)
-            self.o[own], new_u[own] = window_output(
-                self.read_checkpoint(row),
-                decays(g[begin:end], row.length),
-                q[window],
-                k[begin:end],
-                u[begin : begin + row.history],
-                v[window],
-                beta[window],
+            window, own = slice(start, start + row.length), slice(row.start, row.start + row.length)
+            now, end = begin + row.history, begin + row.history + row.length
+            S, decay = self.read_checkpoint(row), decays(g[begin:end], row.length)
+            self.out[own], self.new_u[own] = window_output(
+                S, decay, q[window], k[begin:end], u[begin:now], v[window], beta[window]
             )
-        ring_u = state["ring_u"]
-        windows.write_ring(ring_u, split_u(new_u, ring_u.shape[-2], ring_u.dtype))
 
-    def prefill(self, row: Row) -> None:
-        """Rule 5: fold history and window into the checkpoint, append nothing."""
-        S = self.fold_history(row) if row.history else self.read_checkpoint(row)
-        for start in range(row.start, row.start + row.length, PREFILL_CHUNK):
-            chunk = slice(start, min(start + PREFILL_CHUNK, row.start + row.length))
-            q, k, v, beta = (part[chunk].to(self.acc, copy=True) for part in (self.q, self.k, self.v, self.beta))
-            decay = decays(self.g[chunk], v.shape[0])
-            self.o[chunk], u = window_output(S, decay, q, k, v[:0], v, beta)
-            S = fold(S, decay[:, -1], u, k)
-        self.checkpoint(row).copy_(S)
-        store_checkpoint_positions(self.state["checkpoint_position"], {row.slot: row.end})
+    def chunk(self, S: torch.Tensor | None, tokens: slice) -> torch.Tensor:
+        q, k, v, beta = (part[tokens].to(self.acc, copy=True) for part in (self.q, self.k, self.v, self.beta))
+        decay = decays(self.g[tokens], v.shape[0])
+        self.out[tokens], u = window_output(S, decay, q, k, v[:0], v, beta)
+        return add_outer(S, decay[:, -1], u, k)
 
-    def checkpoint(self, row: Row) -> torch.Tensor:
-        return self.state["checkpoint"][row.slot]
-
-    def read_checkpoint(self, row: Row) -> torch.Tensor | None:
-        """S in the accumulation dtype, None for zero: a slot at c == 0 may hold anything."""
-        return aligned(self.checkpoint(row).to(self.acc)) if row.checkpoint_position else None
-
-    def read_ring(self, spans: Spans) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """k, u and g of ring rows in the accumulation dtype; u of a window's own rows is meaningless."""
-        k, u, g = (spans.gather_ring(self.state[part]) for part in ("ring_k", "ring_u", "ring_g"))
-        return k.to(self.acc), join_u(u, self.acc), g
-
-    def fold_history(self, row: Row) -> torch.Tensor:
-        """State at seq_len, in the accumulation dtype."""
-        k, u, g = (part[: row.history] for part in self.read_ring(Spans([row._replace(length=0)], with_history=True)))
-        return fold(self.read_checkpoint(row), decays(g, 1)[:, 0], u, k)
+    def step(self, S: torch.Tensor, token: int) -> torch.Tensor:
+        q, k, v = (part[token].to(self.acc, copy=True)[..., None] for part in (self.q, self.k, self.v))
+        alpha, beta = torch.exp(self.g[token]), self.beta[token]
+        u = beta[:, None] * (v - alpha[:, None, None] * apply_state(S, k))[..., 0]
+        self.new_u[token] = u
+        S = step_outer(S, alpha, u, k[..., 0])
+        self.out[token] = apply_state(S, q)[..., 0]
+        return S
 
 
 def window_output(
@@ -199,16 +166,14 @@ def window_output(
     S [Hv, dv, dk] or None for zero; decay [Hv, w, 1 + m] of `layout.decays`; q [w, Hk, dk]; k [m, Hk, dk] of history
     and window; u [n, Hv, dv] of the history; v [w, Hv, dv]; beta [w, Hv].
     """
-    heads, window, _ = decay.shape
-    history, k_heads, head_k_dim = u.shape[0], *k.shape[1:]
+    window, history, k_heads = q.shape[0], u.shape[0], k.shape[1]
     # Rows 0..w-1 of every product belong to the window's k (what S forgets), rows w..2w-1 to its q (what it outputs).
     probes = torch.cat((k[history:], q)).transpose(0, 1)
     weights = (probes @ k.permute(1, 2, 0)).view(k_heads, 1, 2, window, -1)
     weights = (weights * decay[:, None, :, 1:].unflatten(0, (k_heads, -1))).flatten(0, 1)
     read = weights[..., :history].flatten(1, 2) @ u.transpose(0, 1)
     if S is not None:
-        at_probes = (S.view(k_heads, -1, head_k_dim) @ probes.transpose(1, 2)).view(heads, -1, 2 * window)
-        read += at_probes.transpose(1, 2) * decay[:, :, :1].repeat(1, 2, 1)
+        read += apply_state(S, probes.transpose(1, 2)).transpose(1, 2) * decay[:, :, :1].repeat(1, 2, 1)
     beta = beta.t()[..., None]
     new_u = beta * (v.transpose(0, 1) - read[:, :window])
     if window > 1:
@@ -217,12 +182,3 @@ def window_output(
         new_u = torch.linalg.solve_triangular(lower, new_u, upper=False, unitriangular=True)
     o = read[:, window:] + weights[:, 1, :, history:] @ new_u
     return o.transpose(0, 1), new_u.transpose(0, 1)
-
-
-def fold(S: torch.Tensor | None, decay: torch.Tensor, u: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """State after the tokens of u [m, Hv, dv], k [m, Hk, dk]; decay [Hv, 1 + m] towards the last of them."""
-    tokens, heads, head_v_dim = u.shape
-    k_heads, head_k_dim = k.shape[1:]
-    weighted = u.permute(1, 2, 0) * decay[:, None, 1:]
-    update = (weighted.reshape(k_heads, -1, tokens) @ k.transpose(0, 1)).view(heads, head_v_dim, head_k_dim)
-    return update if S is None else S * decay[:, :1, None] + update

@@ -1,14 +1,14 @@
 """Buffers and scalars that the operators prepare once per call, without making a row depend on its batch.
 
 Bit-equality of a row alone and in a batch needs care with two things. Matrix products may depend on the alignment of
-their operands, so every row's span starts on a 64-byte boundary. Elementwise kernels may treat the tail of a buffer
-differently from its body by one ulp, so transcendental functions that run over all tokens at once get padded buffers.
+their operands, so every row's span starts on a 64-byte boundary. And torch's softplus, sigmoid and silu treat the tail
+of a buffer differently from its body by an ulp, which exp and log1p do not: here they are composed of the latter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -48,6 +48,11 @@ class Spans:
         self.positions = first_[row_of] + within
         self.tokens = tokens_[row_of] + within
 
+    @classmethod
+    def of_history(cls, row: Row) -> Spans:
+        """The history of one row alone."""
+        return cls([row._replace(length=0)], with_history=True)
+
     def gather_ring(self, ring: torch.Tensor) -> torch.Tensor:
         """Rows of `ring` [slots, R, ...] at these positions: [entries, ...]."""
         return ring[self.slots, self.positions % ring.shape[1]]
@@ -64,15 +69,17 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def per_token(function: Callable[[torch.Tensor], torch.Tensor], raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`function` over raw [T, heads] in fp64, rounded once to `dtype`.
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """log(1 + e^x), linear above 20."""
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x)))
 
-    The buffer is padded to whole multiples of 64 elements, see the module's text.
-    """
-    tokens = raw.shape[0]
-    buffer = torch.zeros((-(-tokens // 64) * 64, *raw.shape[1:]), dtype=torch.float64)
-    buffer[:tokens] = raw
-    return function(buffer)[:tokens].to(dtype)
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    return x / (1 + torch.exp(-x))
 
 
 @lru_cache(maxsize=256)
@@ -98,13 +105,6 @@ def decays(log_decay: torch.Tensor, window: int) -> torch.Tensor:
     terms = torch.where(summed, log_decay.t()[:, :, None], 0.0)
     sums = terms.cumsum(1)[:, tokens - window :]
     return torch.where(causal, sums.clamp_(max=0).exp_(), 0.0)
-
-
-def store_checkpoint_positions(positions: torch.Tensor, updates: dict[int, int]) -> None:
-    """Write c of some slots into every tile of `positions` [slots, heads, tiles]."""
-    if updates:
-        values = torch.tensor(list(updates.values()), dtype=positions.dtype)
-        positions[torch.tensor(list(updates))] = values[:, None, None]
 
 
 def require(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:

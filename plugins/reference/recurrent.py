@@ -1,0 +1,176 @@
+"""What one call of a recurrent operator does with its rows, whatever the recurrence.
+
+Three modes share it. *Replay* computes a window from the checkpoint and the ring at once. *Serial-exact* keeps the same
+slots but rebuilds the state token by token, rounding it to the checkpoint format after each. *Baseline* does that too,
+but stores the state after every token instead of the tokens, so that both give bit-equal outputs. The output of a token
+reads the state before it is rounded, as plain kernels do, which hold it in registers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from replayssm.plugins.reference.layout import Spans, aligned, decays, tokens_per_boundary
+from replayssm.plugins.reference.rows import Row
+from replayssm.plugins.state import LayerState
+
+PREFILL_CHUNK = 64
+"""Tokens that a prefill row computes at once; the state between chunks stays in the accumulation dtype."""
+
+
+class RecurrentCall(ABC):
+    """One call: packed inputs prepared by the subclass, `state`, and `out` [T, heads, rows of S], which accumulates.
+
+    State tensors S are [heads, rows, columns] in the accumulation dtype, None for zero.
+    """
+
+    def __init__(self, state: LayerState, out: torch.Tensor) -> None:
+        self.state, self.out, self.acc = state, out, out.dtype
+        heads, rows, columns = state.geometry.state_shape
+        groups = heads // state.geometry.heads_per_group
+        self.boundary = tokens_per_boundary(heads * rows, groups * columns)
+
+    @abstractmethod
+    def ring_inputs(self) -> dict[str, torch.Tensor]:
+        """Packed values [T, ...] of the ring parts that are known before the outputs."""
+
+    def ring_results(self) -> dict[str, torch.Tensor]:
+        """Packed values [T, ...] of the ring parts that computing the outputs gives."""
+        return {}
+
+    @abstractmethod
+    def history(self, row: Row) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(log decay [n, heads], values [n, heads, rows], keys [n, groups, columns]) of a row's history."""
+
+    @abstractmethod
+    def replay(self, rows: Sequence[Row], windows: Spans) -> None:
+        """Outputs of rows whose windows are in the ring, all of a window's tokens at once."""
+
+    @abstractmethod
+    def chunk(self, S: torch.Tensor | None, tokens: slice) -> torch.Tensor:
+        """S after the packed tokens of a slice, whose outputs it fills in, all at once."""
+
+    @abstractmethod
+    def step(self, S: torch.Tensor, token: int) -> torch.Tensor:
+        """S after one packed token, whose output it fills in."""
+
+    def run(self, rows: Sequence[Row]) -> None:
+        """Fill `out` for all rows and update the state."""
+        settings = self.state.settings
+        short = [row for row in rows if not row.prefill]
+        if settings.is_baseline:
+            for row in short:
+                self.serial(row)
+        elif short:
+            short = self.flush(short)
+            windows = Spans(short, with_history=False, boundary=self.boundary)
+            self.append(windows, self.ring_inputs())
+            if settings.serial_exact:
+                for row in short:
+                    self.serial(row)
+            else:
+                self.replay(short, windows)
+            self.append(windows, self.ring_results())
+        for row in rows:
+            if row.prefill:
+                self.prefill(row)
+
+    def flush(self, rows: Sequence[Row]) -> list[Row]:
+        """Rules 4 and 6: fold histories that are due; the rows as they are afterwards. Stores c where it changes."""
+        after, updates = [], {}
+        for row in rows:
+            if row.flush:
+                self.checkpoint(row).copy_(self.state_at_window(row))
+                row = row._replace(checkpoint_position=row.seq_len, flush=False)
+            if row.checkpoint_position == row.seq_len:
+                updates[row.slot] = row.seq_len
+            after.append(row)
+        self.store_positions(updates)
+        return after
+
+    def prefill(self, row: Row) -> None:
+        """Rule 5: fold history and window into the checkpoint, append nothing."""
+        S = self.state_at_window(row)
+        end = row.start + row.length
+        for start in range(row.start, end, PREFILL_CHUNK):
+            S = self.chunk(S, slice(start, min(start + PREFILL_CHUNK, end)))
+        self.checkpoint(row).copy_(S)
+        self.store_positions({row.slot: row.end})
+
+    def append(self, windows: Spans, parts: dict[str, torch.Tensor]) -> None:
+        """Store packed values at the windows' positions of the ring."""
+        for part, values in parts.items():
+            windows.write_ring(self.state[part], values)
+
+    def serial(self, row: Row) -> None:
+        """Window of the baseline or of serial-exact mode, token by token."""
+        S = self.state_at_window(row)
+        if S is None:
+            S = self.out.new_zeros(self.state.geometry.state_shape)
+        for index in range(row.length):
+            S = self.rounded(self.step(S, row.start + index))
+            if self.state.settings.is_baseline:
+                kept = self.checkpoint(row) if row.length == 1 else self.state["snapshots"][row.slot, index]
+                kept.copy_(S)
+
+    def state_at_window(self, row: Row) -> torch.Tensor | None:
+        """S at seq_len: what a flush stores, once rounded, and what a prefill starts from."""
+        S = self.read_checkpoint(row)
+        if not row.history:
+            return S
+        log_decay, values, keys = self.history(row)
+        if not self.state.settings.serial_exact:
+            return add_outer(S, decays(log_decay, 1)[:, 0], values, keys)
+        if S is None:
+            S = self.out.new_zeros(self.state.geometry.state_shape)
+        for index in range(row.history):
+            S = self.rounded(step_outer(S, torch.exp(log_decay[index]), values[index], keys[index]))
+        return S
+
+    def checkpoint(self, row: Row) -> torch.Tensor:
+        return self.state["checkpoint"][row.slot]
+
+    def read_checkpoint(self, row: Row) -> torch.Tensor | None:
+        """S_c in the accumulation dtype, None for zero: a slot at c == 0 may hold anything."""
+        return aligned(self.checkpoint(row).to(self.acc)) if row.checkpoint_position else None
+
+    def rounded(self, S: torch.Tensor) -> torch.Tensor:
+        """S as the checkpoint format holds it, in the accumulation dtype."""
+        return S.to(self.state["checkpoint"].dtype).to(self.acc)
+
+    def store_positions(self, updates: dict[int, int]) -> None:
+        """Write c of some slots into every tile; the baseline keeps none."""
+        tensor = self.state.tensors.get("checkpoint_position")
+        if tensor is not None and updates:
+            positions = torch.tensor(list(updates.values()), dtype=tensor.dtype)
+            tensor[torch.tensor(list(updates))] = positions[:, None, None]
+
+
+def apply_state(S: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """S times vectors that groups of heads share: S [heads, rows, n], vectors [groups, n, w] -> [heads, rows, w]."""
+    heads, rows, columns = S.shape
+    groups, _, count = vectors.shape
+    return (S.view(groups, -1, columns) @ vectors).view(heads, rows, count)
+
+
+def add_outer(S: torch.Tensor | None, decay: torch.Tensor, values: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """decay[:, 0] S + sum_j decay[:, 1 + j] values_j keys_j^T: S after m tokens.
+
+    S [heads, rows, n] or None for zero; decay [heads, 1 + m] towards the last token; values [m, heads, rows];
+    keys [m, groups, n].
+    """
+    tokens, heads, rows = values.shape
+    groups, columns = keys.shape[1:]
+    weighted = values.permute(1, 2, 0) * decay[:, None, 1:]
+    update = (weighted.reshape(groups, -1, tokens) @ keys.transpose(0, 1)).view(heads, rows, columns)
+    return update if S is None else S * decay[:, :1, None] + update
+
+
+def step_outer(S: torch.Tensor, decay: torch.Tensor, values: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """decay S + values keys^T: S after one token. decay [heads], values [heads, rows], keys [groups, n]."""
+    groups, columns = keys.shape
+    outer = values.view(groups, -1, 1) * keys.view(groups, 1, columns)
+    return S * decay[:, None, None] + outer.view(S.shape)
