@@ -10,12 +10,13 @@ proposal drawn from a distribution q goes through rejection sampling (Leviathan 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from replayssm.runtime.sampling import draw
+from replayssm.runtime.session import DraftRow, Session
 
 
 @dataclass
@@ -151,3 +152,82 @@ class NgramDrafter:
 
     def release(self, slot: int) -> None:
         self._indices.pop(slot, None)
+
+
+@dataclass
+class _MtpSlot:
+    """Tokens and hidden states of the committed positions start .. start + len(tokens) - 1, always at least the last.
+
+    The draft head's cache holds the positions before `start`, and `start` itself where `cached` is 1.
+    """
+
+    start: int = 0
+    cached: int = 0
+    tokens: list[int] = field(default_factory=list)
+    hidden_states: list[torch.Tensor] = field(default_factory=list)
+
+
+class MtpDrafter:
+    """Proposes with the checkpoint's multi-token prediction head, applied recursively and greedily.
+
+    At position p the head reads the model's hidden state of p and token p + 1, and predicts token p + 2; the next
+    recursion reads the head's own hidden state and that prediction. What the recursion leaves in the head's cache lies
+    behind the committed positions and is overwritten when they are: the head rolls back with the sequence.
+    """
+
+    def __init__(self, session: Session) -> None:
+        if "mtp" not in session.engine.networks:
+            raise ValueError("this engine has no draft head (MTP): choose ngram drafts or none")
+        self._session = session
+        self._slots: dict[int, _MtpSlot] = {}
+
+    def observe(self, slot: int, tokens: Sequence[int], hidden_states: torch.Tensor | None) -> None:
+        known = self._slots.setdefault(slot, _MtpSlot())
+        known.tokens += tokens
+        known.hidden_states.append(hidden_states)
+        # The chunks of a long prompt go through the head as they come, so that hidden states do not pile up. The last
+        # token's successor is not known yet.
+        if len(known.tokens) > 1 + self._session.settings.max_window:
+            self._session.draft_step([self._catch_up(slot, known, known.tokens[1:])])
+            known.cached = 0
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = [Draft([]) for _ in requests]
+        rows = []
+        for request in requests:
+            known = self._slots[request.slot]
+            rows.append(self._catch_up(request.slot, known, [*known.tokens[1:], request.tokens[-1]]))
+        active = list(range(len(requests)))
+        while active:
+            result = self._session.draft_step(rows)
+            tokens = result.logits.argmax(dim=1).tolist()
+            following = []
+            for index, row, token, span in zip(active, rows, tokens, result.token_spans, strict=True):
+                drafts[index].tokens.append(token)
+                if len(drafts[index].tokens) < requests[index].max_tokens:
+                    hidden_state = result.hidden_states[span][-1:]
+                    following.append((index, DraftRow(row.slot, [token], row.position + len(row.tokens), hidden_state)))
+            active, rows = [index for index, _ in following], [row for _, row in following]
+        return drafts
+
+    def _catch_up(self, slot: int, known: _MtpSlot, successors: list[int]) -> DraftRow:
+        """The row that runs the first len(successors) known positions, except one that is in the cache already.
+
+        Only the last known position is kept. A draft that is asked for again runs that one again.
+        """
+        count, hidden_states = len(successors), torch.cat(known.hidden_states)
+        first = min(known.cached, count - 1)
+        row = DraftRow(slot, successors[first:], known.start + first, hidden_states[first:count])
+        known.start += len(known.tokens) - 1
+        known.cached = 1
+        known.tokens = known.tokens[-1:]
+        known.hidden_states = [hidden_states[-1:].clone()]
+        return row
+
+    def fork(self, slot: int, copy: int) -> None:
+        """Let `copy`, made by `Session.fork`, be drafted for as `slot` is; its next token may be another one."""
+        known = self._slots[slot]
+        self._slots[copy] = _MtpSlot(known.start, 0, list(known.tokens), list(known.hidden_states))
+
+    def release(self, slot: int) -> None:
+        self._slots.pop(slot, None)

@@ -1,0 +1,221 @@
+"""Builds an engine directory from a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from replayssm.builders.atomic import atomic_directory
+from replayssm.builders.checkpoint import Checkpoint
+from replayssm.builders.config import ModelConfig
+from replayssm.builders.models import build_networks
+from replayssm.builders.parameters import WeightRecipe
+from replayssm.builders.targets import torch as torch_target
+from replayssm.plugins.contract import ACTIVATION_DTYPES, ReplaySettings
+from replayssm.plugins.manifest import (
+    MANIFEST_NAME,
+    EngineManifest,
+    FileEntry,
+    Limits,
+    is_engine_directory,
+    sha256_file,
+)
+
+TARGETS = {"torch": torch_target.write}
+PLANNED_TARGETS = ("tensorrt", "tensorrt-rtx")
+DEFAULT_MAX_SEQ_LEN = 4096
+
+COPIED_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files that go from the checkpoint into the engine as they are, where they exist."""
+
+_RECORDED_PACKAGES = ("replayssm-trt", "torch", "transformers", "safetensors", "tokenizers", "numpy")
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What to build.
+
+    max_seq_len: None takes the model's own limit, at most 4096.
+    dtype: of activations and unquantised weights; "auto" takes the checkpoint's.
+    The other fields are those of `Limits` and `ReplaySettings`.
+    """
+
+    target: str = "torch"
+    max_batch_size: int = 8
+    max_seq_len: int | None = None
+    max_draft_len: int = 0
+    buffer_len: int = 16
+    state_dtype: str = "float32"
+    readout_dtype: str = "same"
+    dtype: str = "auto"
+    u_format: str = "bfloat16x2"
+    serial_exact: bool = False
+
+    def limits(self, config: ModelConfig) -> Limits:
+        max_seq_len = self.max_seq_len
+        if max_seq_len is None:
+            max_seq_len = min(DEFAULT_MAX_SEQ_LEN, config.max_position_embeddings)
+        elif max_seq_len > config.max_position_embeddings:
+            raise ValueError(
+                f"max_seq_len {max_seq_len} is more than the model was made for: "
+                f"{config.max_position_embeddings} positions (max_position_embeddings of {config.source})"
+            )
+        return Limits(self.max_batch_size, max_seq_len, self.max_draft_len)
+
+    def replay(self, config: ModelConfig, limits: Limits) -> ReplaySettings:
+        dtype = config.dtype if self.dtype == "auto" else self.dtype
+        if dtype not in ACTIVATION_DTYPES:
+            raise ValueError(f"dtype must be auto or one of {', '.join(ACTIVATION_DTYPES)}, got {dtype!r}")
+        return ReplaySettings(
+            buffer_len=self.buffer_len,
+            max_window=limits.max_window,
+            max_seq_len=limits.max_seq_len,
+            state_dtype=self.state_dtype,
+            readout_dtype=self.readout_dtype,
+            activation_dtype=dtype,
+            u_format=self.u_format,
+            serial_exact=self.serial_exact,
+        )
+
+
+def build_engine(
+    checkpoint: str | Path,
+    output: str | Path,
+    options: BuildOptions | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int, int, str], None] = lambda done, total, name: None,
+) -> EngineManifest:
+    """Build the engine directory `output` from the checkpoint directory `checkpoint`.
+
+    The directory appears complete or not at all; an existing one is replaced only with `overwrite`, and only if it is
+    an engine. progress: called with bytes written so far, bytes in all and the weight's name.
+
+    Raises ValueError for a checkpoint or options that cannot be built, OSError where the disk fails.
+    """
+    options = options or BuildOptions()
+    write_target = _target(options.target)
+    _check_paths(Path(checkpoint), Path(output))
+    opened = Checkpoint.open(checkpoint)
+    config = opened.config
+    limits = options.limits(config)
+    replay = options.replay(config, limits)
+    traced = build_networks(config, opened.module_format, replay.activation_dtype)
+    networks = {network.name: network for network in (traced.main, traced.mtp) if network is not None}
+    plan = traced.weight_plan
+    with atomic_directory(Path(output), overwrite, is_engine_directory) as directory:
+        total = sum(recipe.nbytes for recipe in plan.values())
+        _check_space(directory, total)
+        files = _copy_files(Path(checkpoint), directory)
+        files += write_target(directory, networks, plan, opened.tensor, _cumulative(progress, total))
+        manifest = EngineManifest(
+            model=_describe_model(config, Path(checkpoint), traced.mtp is not None),
+            quantization=_describe_quantization(plan),
+            replay=replay,
+            limits=limits,
+            target=options.target,
+            versions=_versions(),
+            checkpoint={"name": _checkpoint_name(Path(checkpoint)), "identity": opened.identity},
+            networks=torch_target.NETWORKS_FILE,
+            files=tuple(files),
+        )
+        (directory / MANIFEST_NAME).write_text(json.dumps(manifest.to_json(), indent=2) + "\n", encoding="utf-8")
+    return manifest
+
+
+def _target(name: str) -> Callable[..., list[FileEntry]]:
+    if name in TARGETS:
+        return TARGETS[name]
+    if name in PLANNED_TARGETS:
+        raise ValueError(f"this version builds only the torch target, {name} follows later: use --target torch")
+    raise ValueError(f"target must be one of {', '.join((*TARGETS, *PLANNED_TARGETS))}, got {name!r}")
+
+
+def _check_paths(checkpoint: Path, output: Path) -> None:
+    source, target = checkpoint.resolve(), output.resolve()
+    if target == source or target in source.parents:
+        raise ValueError(f"the output {output} holds the checkpoint {checkpoint}: choose another output")
+
+
+def _check_space(directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise ValueError(
+            f"the engine needs {needed / 1e9:.2f} GB at {directory.parent}, where {free / 1e9:.2f} GB are free"
+        )
+
+
+def _cumulative(progress: Callable[[int, int, str], None], total: int) -> Callable[[int, str], None]:
+    done = 0
+
+    def advance(nbytes: int, name: str) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, total, name)
+
+    return advance
+
+
+def _copy_files(checkpoint: Path, directory: Path) -> list[FileEntry]:
+    files = []
+    for name in COPIED_FILES:
+        if (checkpoint / name).is_file():
+            target = directory / name
+            shutil.copyfile(checkpoint / name, target)
+            files.append(FileEntry(name, target.stat().st_size, sha256_file(target)))
+    return files
+
+
+def _checkpoint_name(checkpoint: Path) -> str:
+    return checkpoint.resolve().name
+
+
+def _describe_model(config: ModelConfig, checkpoint: Path, has_mtp: bool) -> dict[str, Any]:
+    return {
+        "name": _checkpoint_name(checkpoint),
+        "family": config.family,
+        "architecture": config.architecture,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "layers": dict(Counter(layer.kind for layer in config.layers)),
+        "max_position_embeddings": config.max_position_embeddings,
+        "has_mtp": has_mtp,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_ids": list(config.eos_token_ids),
+        "pad_token_id": config.pad_token_id,
+    }
+
+
+def _describe_quantization(plan: dict[str, WeightRecipe]) -> dict[str, Any]:
+    """Bytes of weights by stored dtype: uint8 is packed NVFP4, float8_e4m3fn FP8 weights and NVFP4 block scales."""
+    nbytes: Counter[str] = Counter()
+    for recipe in plan.values():
+        nbytes[recipe.dtype] += recipe.nbytes
+    return {"weight_bytes": sum(nbytes.values()), "weight_bytes_by_dtype": dict(nbytes)}
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _RECORDED_PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,109 @@
+"""Reads an engine directory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from replayssm.plugins.manifest import EngineDirectoryError, EngineManifest, read_manifest, verify_files
+from replayssm.plugins.network import Network
+from replayssm.plugins.state import torch_dtype
+
+SUPPORTED_TARGETS = ("torch",)
+
+
+@dataclass
+class Engine:
+    """A verified engine in memory.
+
+    networks: "main" and, where the model has a draft head, "mtp".
+    weights: by name, memory-mapped from the engine's files; networks share them.
+    """
+
+    directory: Path
+    manifest: EngineManifest
+    networks: dict[str, Network]
+    weights: dict[str, torch.Tensor]
+
+    @classmethod
+    def load(cls, directory: str | Path, verify: str = "size") -> Engine:
+        """Load the engine in `directory`.
+
+        verify: "size" compares file sizes with the manifest, "full" also every SHA-256, which reads all weights.
+        Raises EngineDirectoryError (a ValueError) for anything that is not a whole engine of a known schema.
+        """
+        directory = Path(directory)
+        manifest = read_manifest(directory)
+        if manifest.target not in SUPPORTED_TARGETS:
+            raise EngineDirectoryError(
+                f"{directory} was built for target {manifest.target!r}; this version runs "
+                f"{', '.join(SUPPORTED_TARGETS)}: rebuild it with --target torch"
+            )
+        verify_files(directory, manifest, verify)
+        networks = _read_networks(directory / manifest.networks)
+        weights: dict[str, torch.Tensor] = {}
+        for name in manifest.weight_files:
+            weights |= _read_weights(directory / name)
+        _check_weights(directory, networks, weights)
+        return cls(directory, manifest, networks, weights)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return tuple(self.manifest.model["eos_token_ids"])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.manifest.model["vocab_size"])
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, read from the engine directory alone: no download, no remote code."""
+        if not any((self.directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+            raise EngineDirectoryError(
+                f"{self.directory} has no tokenizer: put tokenizer.json beside the checkpoint's config.json and "
+                "build the engine again"
+            )
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.directory, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # transformers raises many kinds for a damaged or foreign tokenizer
+            raise EngineDirectoryError(f"the tokenizer in {self.directory} cannot be loaded: {error}") from error
+
+
+def _read_networks(path: Path) -> dict[str, Network]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        networks = {name: Network.from_json(value) for name, value in content.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise EngineDirectoryError(f"{path} does not hold networks ({error!r}): rebuild the engine") from error
+    if "main" not in networks:
+        raise EngineDirectoryError(f"{path} has no network 'main': rebuild the engine")
+    return networks
+
+
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is no mapping
+    except (SafetensorError, OSError) as error:
+        raise EngineDirectoryError(f"{path} is not readable as safetensors ({error}): rebuild the engine") from error
+
+
+def _check_weights(directory: Path, networks: dict[str, Network], weights: dict[str, torch.Tensor]) -> None:
+    for network in networks.values():
+        for name, spec in network.weights.items():
+            weight = weights.get(name)
+            if weight is None:
+                raise EngineDirectoryError(f"{directory} has no weight {name!r}: rebuild the engine")
+            if tuple(weight.shape) != spec.shape or weight.dtype != torch_dtype(spec.dtype):
+                raise EngineDirectoryError(
+                    f"weight {name!r} of {directory} is {weight.dtype} {list(weight.shape)}, "
+                    f"its network needs {spec.dtype} {list(spec.shape)}: rebuild the engine"
+                )

@@ -1,0 +1,86 @@
+"""Tokens to text while they arrive: whole characters only, and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer decodes an unfinished UTF-8 sequence to."""
+
+
+class TextStream:
+    """Decodes a growing token sequence piece by piece.
+
+    Special tokens are left out. A piece ends where characters are complete, and text that might become a stop string
+    is held back, so that what was handed out never has to be taken back.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        if any(not text for text in stop):
+            raise ValueError("a stop string must not be empty")
+        self.text = ""
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._tokens: list[int] = []
+        self._prefix = 0
+        self._read = 0
+        self._pending = ""
+
+    @property
+    def count(self) -> int:
+        """Tokens taken; those behind the one that completed a stop string are not."""
+        return len(self._tokens)
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Take more tokens; returns the text that became final. `stopped` says that a stop string was met."""
+        for token in tokens:
+            if self.stopped:
+                break
+            self._tokens.append(token)
+            self._pending += self._decode()
+            self._look_for_stop()
+        return self._release(len(self._pending) - self._held_back())
+
+    def finish(self) -> str:
+        """The text held back so far, after the last token."""
+        if not self.stopped:
+            # An unfinished character stays visible as a replacement character.
+            self._pending += self._decode(final=True)
+            self._look_for_stop()
+        return self._release(len(self._pending))
+
+    def _decode(self, final: bool = False) -> str:
+        # Tokenizers may drop or add spaces at the start of a text; decoding with the last whole piece in front of the
+        # new tokens and cutting it off again gives what the new tokens add.
+        known = self._text(self._prefix, self._read)
+        full = self._text(self._prefix, len(self._tokens))
+        if len(full) <= len(known) or (full.endswith(_REPLACEMENT) and not final):
+            return ""
+        self._prefix, self._read = self._read, len(self._tokens)
+        return full[len(known) :]
+
+    def _text(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=True)
+
+    def _look_for_stop(self) -> None:
+        found = [index for index in (self._pending.find(text) for text in self._stop) if index >= 0]
+        if found:
+            self.stopped = True
+            self._pending = self._pending[: min(found)]
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the pending text that begins a stop string."""
+        if self.stopped:
+            return 0
+        longest = max((len(text) for text in self._stop), default=1) - 1
+        for size in range(min(longest, len(self._pending)), 0, -1):
+            if any(text.startswith(self._pending[-size:]) for text in self._stop):
+                return size
+        return 0
+
+    def _release(self, length: int) -> str:
+        piece, self._pending = self._pending[:length], self._pending[length:]
+        self.text += piece
+        return piece

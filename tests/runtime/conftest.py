@@ -1,0 +1,7 @@
+"""Shared by the runtime tests."""
+
+from __future__ import annotations
+
+import torch
+
+torch.set_num_threads(1)
