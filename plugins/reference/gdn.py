@@ -98,6 +98,11 @@ def split_u(u: torch.Tensor, planes: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack((high, (u - high.to(u.dtype)).to(dtype)), dim=-2)
 
 
+def join_u(planes: torch.Tensor) -> torch.Tensor:
+    """Inverse of `split_u`: the sum of the planes [..., planes, dv]."""
+    return planes[..., 0, :] if planes.shape[-2] == 1 else planes[..., 0, :] + planes[..., 1, :]
+
+
 class _GdnCall(RecurrentCall):
     """k [T, Hk, dk] normalised and v [T, Hv, dv] in their own dtype; q [T, Hk, dk] normalised and scaled, g and beta
     [T, Hv] in the accumulation dtype, as is new_u [T, Hv, dv], the u of the windows' tokens."""
@@ -119,7 +124,7 @@ class _GdnCall(RecurrentCall):
     def read(self, spans: Spans) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(g, u, k) of ring rows in the accumulation dtype; u means nothing where it has not been computed yet."""
         k, u, g = (spans.gather_ring(self.state[part]).to(self.acc) for part in ("ring_k", "ring_u", "ring_g"))
-        return g, u.sum(-2), k
+        return g, join_u(u), k
 
     def history(self, row: Row) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.read(Spans.of_history(row))
@@ -167,18 +172,19 @@ def window_output(
     and window; u [n, Hv, dv] of the history; v [w, Hv, dv]; beta [w, Hv].
     """
     window, history, k_heads = q.shape[0], u.shape[0], k.shape[1]
-    # Rows 0..w-1 of every product belong to the window's k (what S forgets), rows w..2w-1 to its q (what it outputs).
+    # Entries 0..w-1 of every product belong to the window's k (what S forgets), w..2w-1 to its q (what it outputs).
     probes = torch.cat((k[history:], q)).transpose(0, 1)
-    weights = (probes @ k.permute(1, 2, 0)).view(k_heads, 1, 2, window, -1)
+    weights = torch.bmm(probes, k.permute(1, 2, 0)).view(k_heads, 1, 2, window, -1)
     weights = (weights * decay[:, None, :, 1:].unflatten(0, (k_heads, -1))).flatten(0, 1)
-    read = weights[..., :history].flatten(1, 2) @ u.transpose(0, 1)
+    read = torch.bmm(weights[..., :history].flatten(1, 2), u.transpose(0, 1)).unflatten(1, (2, window))
     if S is not None:
-        read += apply_state(S, probes.transpose(1, 2)).transpose(1, 2) * decay[:, :, :1].repeat(1, 2, 1)
+        at_probes = apply_state(S, probes.transpose(1, 2)).transpose(1, 2).unflatten(1, (2, window))
+        read += at_probes * decay[:, None, :, :1]
     beta = beta.t()[..., None]
-    new_u = beta * (v.transpose(0, 1) - read[:, :window])
+    new_u = beta * (v.transpose(0, 1) - read[:, 0])
     if window > 1:
         # Only the strict lower triangle is referenced; the diagonal counts as one.
         lower = beta * weights[:, 0, :, history:]
         new_u = torch.linalg.solve_triangular(lower, new_u, upper=False, unitriangular=True)
-    o = read[:, window:] + weights[:, 1, :, history:] @ new_u
+    o = torch.baddbmm(read[:, 1], weights[:, 1, :, history:], new_u)
     return o.transpose(0, 1), new_u.transpose(0, 1)

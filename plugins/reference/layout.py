@@ -103,8 +103,8 @@ def decays(log_decay: torch.Tensor, window: int) -> torch.Tensor:
     tokens = log_decay.shape[0]
     summed, causal = _masks(tokens, window)
     terms = torch.where(summed, log_decay.t()[:, :, None], 0.0)
-    sums = terms.cumsum(1)[:, tokens - window :]
-    return torch.where(causal, sums.clamp_(max=0).exp_(), 0.0)
+    decay = terms.cumsum(1)[:, tokens - window :].clamp_(max=0).exp_()
+    return decay if window == 1 else torch.where(causal, decay, 0.0)
 
 
 def require(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:

@@ -137,9 +137,9 @@ def window_output(
     S [H, P, N] or None for zero; decay [H, w, 1 + m] of `layout.decays`; xdt = x dt [m, H, P]; B [m, G, N];
     C [w, G, N].
     """
-    scores = C.transpose(0, 1) @ B.permute(1, 2, 0)
+    scores = torch.bmm(C.transpose(0, 1), B.permute(1, 2, 0))
     weights = decay[:, :, 1:].unflatten(0, (B.shape[1], -1)) * scores[:, None]
-    y = weights.flatten(0, 1) @ xdt.transpose(0, 1)
+    y = torch.bmm(weights.flatten(0, 1), xdt.transpose(0, 1))
     if S is not None:
         y += apply_state(S, C.permute(1, 2, 0)).transpose(1, 2) * decay[:, :, :1]
     return y

@@ -153,7 +153,7 @@ def apply_state(S: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     """S times vectors that groups of heads share: S [heads, rows, n], vectors [groups, n, w] -> [heads, rows, w]."""
     heads, rows, columns = S.shape
     groups, _, count = vectors.shape
-    return (S.view(groups, -1, columns) @ vectors).view(heads, rows, count)
+    return torch.bmm(S.view(groups, -1, columns), vectors).view(heads, rows, count)
 
 
 def add_outer(S: torch.Tensor | None, decay: torch.Tensor, values: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ def add_outer(S: torch.Tensor | None, decay: torch.Tensor, values: torch.Tensor,
     tokens, heads, rows = values.shape
     groups, columns = keys.shape[1:]
     weighted = values.permute(1, 2, 0) * decay[:, None, 1:]
-    update = (weighted.reshape(groups, -1, tokens) @ keys.transpose(0, 1)).view(heads, rows, columns)
+    update = torch.bmm(weighted.reshape(groups, -1, tokens), keys.transpose(0, 1)).view(heads, rows, columns)
     return update if S is None else S * decay[:, :1, None] + update
 
 
