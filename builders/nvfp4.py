@@ -17,14 +17,37 @@ from typing import NamedTuple
 import torch
 
 from replayssm.builders.formats import GROUP_SIZE
+from replayssm.plugins.nvfp4 import (
+    E2M1_MAX,
+    E2M1_VALUES,
+    E4M3_MAX,
+    E4M3_TINY,
+    block_scales,
+    decode,
+    dequantize,
+    dequantize_fp8,
+    encode,
+)
 
-E2M1_MAX = 6.0
-E4M3_MAX = 448.0
-E4M3_TINY = 2.0**-9
-"""Smallest positive e4m3 value; a block scale never falls below it."""
-
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitude of each code; bit 3 is the sign."""
+__all__ = [
+    "E2M1_MAX",
+    "E2M1_VALUES",
+    "E4M3_MAX",
+    "E4M3_TINY",
+    "Fp8Weight",
+    "Nvfp4Weight",
+    "amax",
+    "decode",
+    "dequantize",
+    "dequantize_fp8",
+    "encode",
+    "fp8_scale",
+    "nvfp4_scale",
+    "pack",
+    "quantize",
+    "quantize_fp8",
+    "unpack",
+]
 
 # Rows are converted in pieces of about so many elements: temporaries stay small whatever the weight's size.
 _CHUNK_ELEMENTS = 2**22
@@ -43,27 +66,6 @@ class Fp8Weight(NamedTuple):
 
     weight: torch.Tensor
     weight_scale: torch.Tensor
-
-
-def encode(values: torch.Tensor) -> torch.Tensor:
-    """Codes (uint8, 0 to 15) of fp32 `values`: nearest e2m1 number, ties to the even mantissa, clamped at 6.
-
-    A negative value that rounds to zero keeps its sign (code 8); -0.0 itself becomes code 0, as modelopt has it.
-    """
-    magnitude = values.abs()
-    codes = (values < 0).to(torch.uint8) << 3
-    # Half-way points between neighbours. A tie goes up where the upper neighbour is the even one (1, 2 and 4).
-    for bound in (0.25, 1.25, 2.5, 5.0):
-        codes += magnitude > bound
-    for bound in (0.75, 1.75, 3.5):
-        codes += magnitude >= bound
-    return codes
-
-
-def decode(codes: torch.Tensor) -> torch.Tensor:
-    """fp32 values of e2m1 codes."""
-    table = torch.tensor((*E2M1_VALUES, *(-value for value in E2M1_VALUES)), device=codes.device)
-    return table[codes.long()]
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -124,25 +126,11 @@ def quantize(weight: torch.Tensor, largest: torch.Tensor | None = None) -> Nvfp4
     step = max(1, _CHUNK_ELEMENTS // max(1, columns))
     for start in range(0, rows.shape[0], step):
         blocks = rows[start : start + step].unflatten(-1, (-1, GROUP_SIZE))
-        block_amax = blocks.abs().amax(-1).float()
-        block_scale = block_amax / (E2M1_MAX * scale_2)
-        block_scale = torch.where(block_scale == 0, 1.0, block_scale).clamp(E4M3_TINY, E4M3_MAX)
-        scales[start : start + step] = block_scale.to(torch.float8_e4m3fn)
+        scales[start : start + step] = block_scales(blocks, scale_2)
         divisor = scales[start : start + step].float() * scale_2
         packed[start : start + step] = pack(encode(blocks / divisor.unsqueeze(-1)).flatten(-2))
     leading = weight.shape[:-1]
     return Nvfp4Weight(packed.view(*leading, -1), scales.view(*leading, -1), scale_2)
-
-
-def dequantize(weight: torch.Tensor, weight_scale: torch.Tensor, weight_scale_2: torch.Tensor) -> torch.Tensor:
-    """fp32 [..., K] of an NVFP4 weight uint8 [..., K / 2], scales [..., K / 16] and []."""
-    blocks = decode(unpack(weight)).unflatten(-1, (-1, GROUP_SIZE))
-    if blocks.shape[:-1] != weight_scale.shape:
-        raise ValueError(
-            f"an NVFP4 weight of shape {list(weight.shape)} needs block scales of shape {list(blocks.shape[:-1])}, "
-            f"got {list(weight_scale.shape)}"
-        )
-    return (blocks * (weight_scale.float() * weight_scale_2.float()).unsqueeze(-1)).flatten(-2)
 
 
 def quantize_fp8(weight: torch.Tensor, largest: torch.Tensor | None = None) -> Fp8Weight:
@@ -153,8 +141,3 @@ def quantize_fp8(weight: torch.Tensor, largest: torch.Tensor | None = None) -> F
     own = amax(weight)
     scale = fp8_scale(own if largest is None else largest).to(weight.device)
     return Fp8Weight((weight / scale).to(torch.float8_e4m3fn), scale)
-
-
-def dequantize_fp8(weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-    """fp32 of an FP8 weight and its scale []."""
-    return weight.float() * weight_scale.float()

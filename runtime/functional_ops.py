@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from replayssm.plugins.nvfp4 import dequantize_fp8, dequantize_nvfp4, round_to_fp8, round_to_nvfp4
+from replayssm.plugins import nvfp4
 from replayssm.plugins.state import torch_dtype
 
 Tensor = torch.Tensor
@@ -31,15 +31,15 @@ def scale_count(format: str, activations: str | None) -> int:
 def dequantize(weight: Tensor, scales: Sequence[Tensor], format: str, dtype: torch.dtype) -> Tensor:
     """A weight as a dense one in `dtype`; dense weights pass through."""
     if format == "nvfp4":
-        return dequantize_nvfp4(weight, scales[0], scales[1], dtype)
-    return dequantize_fp8(weight, scales[0], dtype) if format == "fp8" else weight
+        return nvfp4.dequantize(weight, scales[0], scales[1], dtype)
+    return nvfp4.dequantize_fp8(weight, scales[0], dtype) if format == "fp8" else weight
 
 
 def _quantize_activations(x: Tensor, scales: Sequence[Tensor], activations: str | None, emulate: bool) -> Tensor:
     """x as the checkpoint's recipe would round it; the last scale is the input scale."""
     if not emulate or activations is None:
         return x
-    return round_to_nvfp4(x, scales[-1]) if activations == "nvfp4" else round_to_fp8(x, scales[-1])
+    return nvfp4.round_to_nvfp4(x, scales[-1]) if activations == "nvfp4" else nvfp4.round_to_fp8(x, scales[-1])
 
 
 def embedding(
@@ -48,7 +48,7 @@ def embedding(
     """A quantized table is dequantized row by row."""
     if format == "dense":
         return F.embedding(ids, weight)
-    return dequantize_nvfp4(weight[ids], scales[0][ids], scales[1], dtype)
+    return nvfp4.dequantize(weight[ids], scales[0][ids], scales[1], dtype)
 
 
 def linear(
