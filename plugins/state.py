@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 
 import torch
 
-from replayssm.plugins.contract import ErrorBit, Geometry, ReplaySettings, state_parts
+from replayssm.plugins.contract import (
+    ErrorBit,
+    GdnGeometry,
+    Geometry,
+    ReplaySettings,
+    geometry_from_json,
+    geometry_to_json,
+    state_parts,
+)
 
 
 @dataclass
@@ -16,12 +26,28 @@ class LayerState:
 
     tensors: part name -> [slots, *part.shape]; operators update them in place.
     error_flag: int32 [1], shared by the layers of a session; operators OR `ErrorBit`s into it for invalid rows.
+    spec: geometry and settings as one string, which with `flat()` makes the state an operator's arguments.
     """
 
     geometry: Geometry
     settings: ReplaySettings
     tensors: dict[str, torch.Tensor]
     error_flag: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32))
+
+    spec: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spec = state_spec(self.geometry, self.settings)
+
+    @classmethod
+    def from_flat(cls, spec: str, tensors: Sequence[torch.Tensor], error_flag: torch.Tensor) -> LayerState:
+        """The state that `spec` describes over tensors in `state_parts` order."""
+        geometry, settings, names = _parse_spec(spec)
+        return cls(geometry, settings, dict(zip(names, tensors, strict=True)), error_flag)
+
+    def flat(self) -> list[torch.Tensor]:
+        """All tensors, in `state_parts` order."""
+        return list(self.tensors.values())
 
     def __getitem__(self, part: str) -> torch.Tensor:
         return self.tensors[part]
@@ -33,6 +59,20 @@ class LayerState:
     @property
     def nbytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+@lru_cache(maxsize=256)
+def state_spec(geometry: Geometry, settings: ReplaySettings) -> str:
+    """Canonical JSON of what a state was allocated for."""
+    return json.dumps({"geometry": geometry_to_json(geometry), "settings": asdict(settings)}, sort_keys=True)
+
+
+@lru_cache(maxsize=256)
+def _parse_spec(spec: str) -> tuple[Geometry, ReplaySettings, tuple[str, ...]]:
+    """(geometry, settings, part names) of a spec."""
+    value = json.loads(spec)
+    geometry, settings = geometry_from_json(value["geometry"]), ReplaySettings(**value["settings"])
+    return geometry, settings, tuple(part.name for part in state_parts(geometry, settings))
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -51,6 +91,11 @@ def allocate_state(
     error_flag: torch.Tensor | None = None,
 ) -> LayerState:
     """Zeroed state for `slots` slots on `device`. A fresh sequence never reads what a slot held before."""
+    if isinstance(geometry, GdnGeometry) and settings.serial_exact and settings.u_format != "exact":
+        raise ValueError(
+            f"serial_exact rebuilds a GDN state from its ring of u, which u_format {settings.u_format!r} rounds: "
+            "choose u_format 'exact', which takes 4 bytes an element too"
+        )
     tensors = {
         part.name: torch.zeros((slots, *part.shape), dtype=torch_dtype(part.dtype), device=device)
         for part in state_parts(geometry, settings)
