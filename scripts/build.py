@@ -1,0 +1,89 @@
+"""`replayssm build`: a checkpoint directory to an engine directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from replayssm.plugins.contract import ACTIVATION_DTYPES, READOUT_DTYPES, STATE_DTYPES
+
+
+@click.command()
+@click.option(
+    "--checkpoint",
+    "--checkpoint-dir",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Hugging Face checkpoint directory, quantized or not.",
+)
+@click.option(
+    "--output",
+    "--output-dir",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Engine directory to make.",
+)
+@click.option(
+    "--target",
+    type=click.Choice(["torch", "tensorrt", "tensorrt-rtx"]),
+    default="torch",
+    show_default=True,
+    help="What will run the engine.",
+)
+@click.option("--max-batch-size", default=8, show_default=True, help="Sequences at the same time.")
+@click.option(
+    "--max-seq-len", type=int, help="Tokens of one sequence, with output.  [default: the model's, up to 4096]"
+)
+@click.option("--max-draft-len", default=0, show_default=True, help="Draft tokens that one call can verify.")
+@click.option(
+    "--buffer-len",
+    default=16,
+    show_default=True,
+    help="L, tokens between two rewrites of the state. 0 rewrites it for every token.",
+)
+@click.option("--state-dtype", type=click.Choice(STATE_DTYPES), default="float32", show_default=True)
+@click.option(
+    "--readout-dtype",
+    type=click.Choice(READOUT_DTYPES),
+    default="same",
+    show_default=True,
+    help="Format of the copy of the state that outputs are computed from.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", *ACTIVATION_DTYPES]),
+    default="auto",
+    show_default=True,
+    help="Activations and unquantized weights; auto takes the checkpoint's.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an engine that exists at the output.")
+def build(checkpoint: Path, output: Path, overwrite: bool, **options) -> None:
+    """Build an engine directory from a checkpoint.
+
+    The directory appears when it is complete; an interrupted build leaves nothing behind.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from replayssm.builders.engine import BuildOptions, build_engine
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("Writing weights", total=None)
+        manifest = build_engine(
+            checkpoint,
+            output,
+            BuildOptions(**options),
+            overwrite=overwrite,
+            progress=lambda done, total, name: bar.update(task, completed=done, total=total),
+        )
+    for warning in manifest.replay.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    size = sum(entry.size for entry in manifest.files)
+    click.echo(
+        f"{output}: {manifest.model['name']}, {size / 1e6:,.1f} MB, batch {manifest.limits.max_batch_size}, "
+        f"{manifest.limits.max_seq_len} tokens, up to {manifest.limits.max_draft_len} drafts, "
+        f"buffer_len {manifest.replay.buffer_len}"
+    )

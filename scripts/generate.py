@@ -1,0 +1,158 @@
+"""`replayssm generate`: text from an engine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.option(
+    "--engine",
+    "--engine-dir",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Engine directory made by `replayssm build`.",
+)
+@click.option("--prompt", "prompts", multiple=True, help="Text to continue; may be given several times.")
+@click.option(
+    "--prompt-file",
+    "prompt_files",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
+    help="File whose whole text is a prompt; - reads standard input.",
+)
+@click.option("--chat", is_flag=True, help="Wrap each prompt as a user's message with the checkpoint's chat template.")
+@click.option("--max-new-tokens", default=128, show_default=True, help="Most tokens to generate.")
+@click.option("--temperature", default=0.0, show_default=True, help="0 always takes the most likely token.")
+@click.option("--top-k", default=0, show_default=True, help="Sample among the k most likely tokens; 0 means all.")
+@click.option("--top-p", default=1.0, show_default=True, help="Sample among the most likely tokens of this mass.")
+@click.option("--min-p", default=0.0, show_default=True, help="Leave out tokens this much less likely than the best.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the first prompt; each next one has the next.")
+@click.option("--stop", multiple=True, help="Text that ends the output; may be given several times.")
+@click.option("--ignore-eos", is_flag=True, help="Go on behind the model's end token.")
+@click.option(
+    "--draft",
+    type=click.Choice(["none", "ngram", "mtp"]),
+    default="none",
+    show_default=True,
+    help="Speculation: drafts from the text so far, or from the checkpoint's draft head.",
+)
+@click.option("--draft-len", type=int, help="Draft tokens per call.  [default: the engine's max_draft_len]")
+@click.option("--verify", is_flag=True, help="Check every file of the engine against its SHA-256 first.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (a list of them for several prompts).")
+@click.option("--stream", is_flag=True, help="Print text as it is generated.")
+def generate(
+    engine: Path,
+    prompts: tuple[str, ...],
+    prompt_files: tuple[Path, ...],
+    chat: bool,
+    max_new_tokens: int,
+    draft: str,
+    draft_len: int | None,
+    stop: tuple[str, ...],
+    ignore_eos: bool,
+    verify: bool,
+    as_json: bool,
+    stream: bool,
+    **sampling: Any,
+) -> None:
+    """Generate text with an engine."""
+    texts = [*prompts, *(_read(path) for path in prompt_files)]
+    if not texts:
+        raise click.UsageError("give at least one --prompt or --prompt-file")
+    if stream and (as_json or len(texts) > 1):
+        raise click.UsageError("--stream goes with one prompt and without --json")
+    if draft_len is not None and draft == "none":
+        raise click.UsageError("--draft-len needs --draft ngram or --draft mtp")
+    from replayssm.runtime.engine import Engine
+    from replayssm.runtime.generation import generate as generate_tokens
+    from replayssm.runtime.sampling import SamplingParams
+    from replayssm.runtime.session import Session
+
+    params = SamplingParams(**sampling)
+    params = [replace(params, seed=(params.seed + index) % 2**64) for index in range(len(texts))]
+    loaded = Engine.load(engine, "full" if verify else "size")
+    tokenizer = loaded.tokenizer
+    token_ids = [_encode(tokenizer, text, chat) for text in texts]
+    session = Session(loaded, slots=min(len(texts), loaded.manifest.limits.max_batch_size))
+    results = generate_tokens(
+        session,
+        token_ids,
+        max_new_tokens,
+        params,
+        _drafter(draft, session),
+        draft_len,
+        eos_token_ids=() if ignore_eos else _end_tokens(loaded),
+        stop=stop,
+        tokenizer=tokenizer,
+        on_tokens=(lambda index, tokens, text: click.echo(text, nl=False)) if stream else None,
+    )
+    if as_json:
+        values = [_to_json(result) for result in results]
+        click.echo(json.dumps(values[0] if len(values) == 1 else values))
+        return
+    for index, result in enumerate(results):
+        if len(results) > 1:
+            click.secho(f"[{index + 1}] ", bold=True, nl=False)
+        click.echo("" if stream else result.text)
+        click.secho(_summary(result, draft), dim=True, err=True)
+
+
+def _read(path: Path) -> str:
+    if str(path) == "-":
+        return click.get_text_stream("stdin").read()
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}): convert it first") from error
+
+
+def _encode(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    if not chat:
+        return list(tokenizer(text)["input_ids"])
+    if not tokenizer.chat_template:
+        raise ValueError("the checkpoint has no chat template: leave out --chat")
+    messages = [{"role": "user", "content": text}]
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+def _end_tokens(engine: Any) -> tuple[int, ...]:
+    if engine.eos_token_ids:
+        return engine.eos_token_ids
+    token = engine.tokenizer.eos_token_id
+    return () if token is None else (token,)
+
+
+def _drafter(name: str, session: Any) -> Any:
+    from replayssm.runtime.speculation import MtpDrafter, NgramDrafter
+
+    if name == "none":
+        return None
+    return NgramDrafter() if name == "ngram" else MtpDrafter(session)
+
+
+def _to_json(result: Any) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": result.prompt_token_ids,
+        "token_ids": result.token_ids,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "acceptance_length": result.acceptance_length,
+        "timing": result.timing,
+    }
+
+
+def _summary(result: Any, draft: str) -> str:
+    parts = [f"{len(result.prompt_token_ids)} + {len(result.token_ids)} tokens", f"finished by {result.finish_reason}"]
+    if result.timing["tokens_per_s"] is not None:
+        parts.append(f"{result.timing['tokens_per_s']:,.1f} tokens/s")
+    parts.append(f"prompt {result.timing['prefill_s'] * 1e3:,.0f} ms")
+    if draft != "none" and result.acceptance_length is not None:
+        parts.append(f"{result.acceptance_length:.2f} tokens per call with {draft} drafts")
+    return ", ".join(parts)
