@@ -1,0 +1,172 @@
+"""One sequence's state as bytes: for preemption, prefix reuse and moving a sequence to another pool (design rule 9).
+
+A blob is a safetensors file of version 1. Its metadata has one key, "replayssm", whose value is a JSON object
+
+    version       1
+    seq_len       committed tokens
+    layers        state name -> {"geometry", "settings", "checkpoint_position" (recurrent layers that keep one)}
+
+and its tensors, named "<state name>/<part>", are
+
+    checkpoint    as stored, only where checkpoint_position (for the baseline: seq_len) is above 0
+    readout*      likewise, where the settings have a readout copy
+    ring_*        the live rows, positions checkpoint_position .. seq_len - 1 in order, [n, ...]
+    conv_ring     the inputs at positions max(0, seq_len - conv_kernel + 1) .. seq_len - 1, [n, channels]
+    k_cache, v_cache    positions 0 .. seq_len - 1, [n, heads, head_dim]
+
+Rows outside these may hold anything in a slot and are never written, so equal sequences give equal bytes. A sequence
+loaded into any slot of any pool with the same geometry and settings goes on bit-identically; only max_seq_len may
+differ. Snapshots of the baseline are not kept: save between commit and the next window.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import load, save
+
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, geometry_to_json
+from replayssm.plugins.state import LayerState, set_checkpoint_position
+
+METADATA_KEY = "replayssm"
+VERSION = 1
+
+
+def save_slot(states: Mapping[str, LayerState], slot: int, seq_len: int) -> bytes:
+    """The sequence in `slot`, with `seq_len` committed tokens, over all stateful layers (state name -> state).
+
+    Raises ValueError if a layer cannot be at seq_len: its checkpoint lies behind it, its ring does not reach it, or it
+    is past max_seq_len.
+    """
+    layers, tensors = {}, {}
+    for name, state in states.items():
+        _require_slot(name, state, slot)
+        position = _checkpoint_position(state, slot, seq_len)
+        layers[name] = {**_description(state), "checkpoint_position": position}
+        for part, (index, _) in _live_rows(name, state, seq_len, position).items():
+            stored = state[part][slot]
+            tensors[f"{name}/{part}"] = (
+                (stored if index is None else stored[index.to(stored.device)]).cpu().contiguous()
+            )
+    metadata = {"version": VERSION, "seq_len": seq_len, "layers": layers}
+    return save(tensors, {METADATA_KEY: json.dumps(metadata, sort_keys=True)})
+
+
+def load_slot(blob: bytes, states: Mapping[str, LayerState], slot: int) -> int:
+    """Put a sequence into `slot` and return its seq_len. The slot is untouched if the blob does not fit.
+
+    Raises ValueError for another version, other layers, other geometry or settings, a damaged blob, or a pool whose
+    max_seq_len is below the sequence's length.
+    """
+    metadata, tensors = _read(blob)
+    seq_len, layers = metadata["seq_len"], metadata["layers"]
+    if set(layers) != set(states):
+        raise ValueError(f"the blob holds layers {sorted(layers)}, the pool has {sorted(states)}")
+    writes = []
+    for name, state in states.items():
+        _require_slot(name, state, slot)
+        for key, own in _description(state).items():
+            for field in own:
+                if layers[name][key].get(field) != own[field]:
+                    raise ValueError(
+                        f"{name}: the blob's {key}.{field} is {layers[name][key].get(field)!r}, the pool's is "
+                        f"{own[field]!r}; load it into a pool with the same {key}"
+                    )
+        position = layers[name]["checkpoint_position"]
+        for part, (index, shape) in _live_rows(name, state, seq_len, position).items():
+            values, target = tensors.pop(f"{name}/{part}", None), state[part]
+            if values is None or tuple(values.shape) != shape or values.dtype != target.dtype:
+                raise ValueError(f"damaged blob: {name}/{part} must be {list(shape)} of {target.dtype}")
+            writes.append((target[slot], index, values))
+    if tensors:
+        raise ValueError(f"damaged blob: unknown tensors {sorted(tensors)}")
+    for target, index, values in writes:
+        if index is None:
+            target.copy_(values)
+        else:
+            target[index.to(target.device)] = values.to(target.device)
+    for name, state in states.items():
+        if layers[name]["checkpoint_position"] is not None:
+            set_checkpoint_position(state, [slot], [layers[name]["checkpoint_position"]])
+    return seq_len
+
+
+def stagger_tail(prompt_token_ids: Sequence[int], max_window: int) -> int:
+    """r of design rule 10: prefill stops r tokens early and those run as one ordinary window.
+
+    1 <= r <= min(max_window, prompt length), spread evenly and a function of the prompt alone, so that sequences which
+    are admitted together flush at different steps while outputs never depend on the batch.
+    """
+    if not len(prompt_token_ids) or max_window < 1:
+        raise ValueError(f"expected a prompt and max_window >= 1, got {len(prompt_token_ids)} tokens and {max_window}")
+    text = ",".join(str(int(token)) for token in prompt_token_ids)
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return 1 + digest % min(max_window, len(prompt_token_ids))
+
+
+def _require_slot(name: str, state: LayerState, slot: int) -> None:
+    if not 0 <= slot < state.slots:
+        raise ValueError(f"{name}: slot must lie in [0, {state.slots}), got {slot}")
+
+
+def _description(state: LayerState) -> dict[str, dict[str, Any]]:
+    """What must be equal for a blob to fit."""
+    settings = asdict(state.settings)
+    del settings["max_seq_len"]
+    return {"geometry": geometry_to_json(state.geometry), "settings": settings}
+
+
+def _checkpoint_position(state: LayerState, slot: int, seq_len: int) -> int | None:
+    """c of the slot, None for a state that keeps none. A sequence without tokens has c = 0 whatever the slot holds."""
+    positions = state.tensors.get("checkpoint_position")
+    if positions is None:
+        return None
+    return int(positions[slot].flatten()[0]) if seq_len else 0
+
+
+def _live_rows(
+    name: str, state: LayerState, seq_len: int, position: int | None
+) -> dict[str, tuple[torch.Tensor | None, tuple[int, ...]]]:
+    """part -> (rows of the slot in the order of their positions, or None for all of it; shape of the values)."""
+    geometry, settings = state.geometry, state.settings
+    first = seq_len if position is None else position
+    longest = max(settings.buffer_len, settings.max_window)
+    if not 0 <= first <= seq_len <= min(first + longest, settings.max_seq_len):
+        raise ValueError(
+            f"{name}: no sequence of {seq_len} tokens with its checkpoint at {position} fits a ring of {longest} tokens "
+            f"and max_seq_len {settings.max_seq_len}"
+        )
+    if isinstance(geometry, AttentionGeometry):
+        begin = 0
+    elif isinstance(geometry, ConvGeometry):
+        begin = max(0, seq_len - geometry.conv_kernel + 1)
+    else:
+        begin = first
+    positions, rows = torch.arange(begin, seq_len), {}
+    for part, tensor in state.tensors.items():
+        shape = tuple(tensor.shape[1:])
+        if part.startswith("ring_") or not isinstance(geometry, (Mamba2Geometry, GdnGeometry)):
+            rows[part] = (positions % shape[0], (len(positions), *shape[1:]))
+        elif part not in ("checkpoint_position", "snapshots") and first > 0:
+            rows[part] = (None, shape)
+    return rows
+
+
+def _read(blob: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """(metadata, tensors) of a blob."""
+    try:
+        tensors = load(blob)
+        header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
+        metadata = json.loads(header["__metadata__"][METADATA_KEY])
+        version = metadata["version"]
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not a state blob: {error}") from error
+    if version != VERSION:
+        raise ValueError(f"state blob has version {version!r}, this program reads version {VERSION}")
+    return metadata, tensors
