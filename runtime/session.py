@@ -15,8 +15,8 @@ import torch
 
 from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.network import Network
-from replayssm.plugins.slot_blob import load_slot, save_slot
-from replayssm.plugins.state import LayerState, allocate_state, commit, copy_slot, raise_on_error, stagger_tail
+from replayssm.plugins.slot_blob import load_slot, save_slot, stagger_tail
+from replayssm.plugins.state import LayerState, allocate_state, commit, copy_slot, raise_on_error
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.executor import Executor
 
@@ -257,7 +257,7 @@ class Session:
 
     def prefill_plan(self, tokens: Sequence[int]) -> list[int]:
         """Lengths of the windows that prefill `tokens`: chunks, then a short tail that staggers flushes (rule 10)."""
-        tail = min(stagger_tail(tokens, self.settings), len(tokens))
+        tail = stagger_tail(tokens, self.settings.max_window)
         body = len(tokens) - tail
         chunks = [min(self.prefill_chunk, body - start) for start in range(0, body, self.prefill_chunk)]
         return [*chunks, tail]
@@ -312,7 +312,7 @@ class Session:
         """A new slot from what `save` returned."""
         slot = self.allocate()
         try:
-            self._seq_lens[slot] = load_slot(self.states, slot, blob)
+            self._seq_lens[slot] = load_slot(blob, self.states, slot)
         except BaseException:
             self.free(slot)
             raise

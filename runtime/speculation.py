@@ -224,10 +224,16 @@ class MtpDrafter:
         known.hidden_states = [hidden_states[-1:].clone()]
         return row
 
-    def fork(self, slot: int, copy: int) -> None:
-        """Let `copy`, made by `Session.fork`, be drafted for as `slot` is; its next token may be another one."""
+    def snapshot(self, slot: int) -> object:
+        """What is known about a slot now, for `restore` beside `Session.fork` or `Session.load`."""
         known = self._slots[slot]
-        self._slots[copy] = _MtpSlot(known.start, 0, list(known.tokens), list(known.hidden_states))
+        # The copy's next token may be another one, so the pair of the last position has to run again.
+        return _MtpSlot(known.start, 0, list(known.tokens), list(known.hidden_states))
+
+    def restore(self, slot: int, snapshot: object) -> None:
+        """Draft for `slot`, which holds a copy of the sequence that `snapshot` was taken of."""
+        known: _MtpSlot = snapshot
+        self._slots[slot] = _MtpSlot(known.start, 0, list(known.tokens), list(known.hidden_states))
 
     def release(self, slot: int) -> None:
         self._slots.pop(slot, None)
