@@ -51,9 +51,8 @@ def save_slot(states: Mapping[str, LayerState], slot: int, seq_len: int) -> byte
         layers[name] = {**_description(state), "checkpoint_position": position}
         for part, (index, _) in _live_rows(name, state, seq_len, position).items():
             stored = state[part][slot]
-            tensors[f"{name}/{part}"] = (
-                (stored if index is None else stored[index.to(stored.device)]).cpu().contiguous()
-            )
+            live = stored if index is None else stored[index.to(stored.device)]
+            tensors[f"{name}/{part}"] = live.cpu().contiguous()
     metadata = {"version": VERSION, "seq_len": seq_len, "layers": layers}
     return save(tensors, {METADATA_KEY: json.dumps(metadata, sort_keys=True)})
 
@@ -64,22 +63,14 @@ def load_slot(blob: bytes, states: Mapping[str, LayerState], slot: int) -> int:
     Raises ValueError for another version, other layers, other geometry or settings, a damaged blob, or a pool whose
     max_seq_len is below the sequence's length.
     """
-    metadata, tensors = _read(blob)
-    seq_len, layers = metadata["seq_len"], metadata["layers"]
+    seq_len, layers, tensors = _read(blob)
     if set(layers) != set(states):
         raise ValueError(f"the blob holds layers {sorted(layers)}, the pool has {sorted(states)}")
     writes = []
     for name, state in states.items():
         _require_slot(name, state, slot)
-        for key, own in _description(state).items():
-            for field in own:
-                if layers[name][key].get(field) != own[field]:
-                    raise ValueError(
-                        f"{name}: the blob's {key}.{field} is {layers[name][key].get(field)!r}, the pool's is "
-                        f"{own[field]!r}; load it into a pool with the same {key}"
-                    )
-        position = layers[name]["checkpoint_position"]
-        for part, (index, shape) in _live_rows(name, state, seq_len, position).items():
+        _require_same(name, layers[name], state)
+        for part, (index, shape) in _live_rows(name, state, seq_len, layers[name]["checkpoint_position"]).items():
             values, target = tensors.pop(f"{name}/{part}", None), state[part]
             if values is None or tuple(values.shape) != shape or values.dtype != target.dtype:
                 raise ValueError(f"damaged blob: {name}/{part} must be {list(shape)} of {target.dtype}")
@@ -122,6 +113,17 @@ def _description(state: LayerState) -> dict[str, dict[str, Any]]:
     return {"geometry": geometry_to_json(state.geometry), "settings": settings}
 
 
+def _require_same(name: str, layer: dict[str, Any], state: LayerState) -> None:
+    """Raise ValueError at the first field in which a blob's layer differs from the pool's."""
+    for group, own in _description(state).items():
+        for key in own:
+            if layer[group].get(key) != own[key]:
+                raise ValueError(
+                    f"{name}: the blob's {group} say {key} = {layer[group].get(key)!r}, the pool's say {own[key]!r}; "
+                    f"load it into a pool with the same {group}"
+                )
+
+
 def _checkpoint_position(state: LayerState, slot: int, seq_len: int) -> int | None:
     """c of the slot, None for a state that keeps none. A sequence without tokens has c = 0 whatever the slot holds."""
     positions = state.tensors.get("checkpoint_position")
@@ -139,8 +141,8 @@ def _live_rows(
     longest = max(settings.buffer_len, settings.max_window)
     if not 0 <= first <= seq_len <= min(first + longest, settings.max_seq_len):
         raise ValueError(
-            f"{name}: no sequence of {seq_len} tokens with its checkpoint at {position} fits a ring of {longest} tokens "
-            f"and max_seq_len {settings.max_seq_len}"
+            f"{name}: a sequence of {seq_len} tokens with its checkpoint at {first} does not fit {longest} tokens of "
+            f"history and max_seq_len {settings.max_seq_len}"
         )
     if isinstance(geometry, AttentionGeometry):
         begin = 0
@@ -158,8 +160,8 @@ def _live_rows(
     return rows
 
 
-def _read(blob: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """(metadata, tensors) of a blob."""
+def _read(blob: bytes) -> tuple[int, dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
+    """(seq_len, layers, tensors) of a blob."""
     try:
         tensors = load(blob)
         header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
@@ -169,4 +171,4 @@ def _read(blob: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         raise ValueError(f"not a state blob: {error}") from error
     if version != VERSION:
         raise ValueError(f"state blob has version {version!r}, this program reads version {VERSION}")
-    return metadata, tensors
+    return metadata["seq_len"], metadata["layers"], tensors
