@@ -99,11 +99,11 @@ def reshape(x: Tensor, *, shape: list[int | str]) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor, *, theta: float, dim: int) -> Tensor:
-    """Angles are fp32 products of an fp32 frequency, as Hugging Face computes them, whatever the dtype of x."""
+    """Frequencies are fp32, as Hugging Face computes them; angles are fp32 too, unless x is fp64."""
     frequency = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=x.device) / dim)
-    angle = positions.to(torch.float32)[:, None, None] * frequency
-    cos, sin = angle.cos(), angle.sin()
     wide = x[..., :dim].to(torch.promote_types(x.dtype, torch.float32))
+    angle = positions.to(wide.dtype)[:, None, None] * frequency
+    cos, sin = angle.cos(), angle.sin()
     first, second = wide.chunk(2, dim=-1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return torch.cat([rotated.to(x.dtype), x[..., dim:]], dim=-1)
