@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from replayssm.plugins import reference as torch_ops
+from replayssm.plugins import torch_ops
 from replayssm.plugins.network import Network, Node
 from replayssm.plugins.state import LayerState, torch_dtype
 from replayssm.runtime.functional_ops import (

@@ -187,7 +187,7 @@ BFLOAT16_SETTINGS = {
 def test_bfloat16_differs_by_its_rounding(tiny_model, narrow_oracle, monkeypatch, name, settings):
     """n operators round their outputs by up to 2^-9, which adds up like a random walk: rms 2^-9 sqrt(n) of the logits.
 
-    Three times that is allowed, because norms enlarge errors. The largest of 700 tokens' logits may reach 32 times it: a
+    Three times that is allowed, because norms enlarge errors. The largest of all logits may reach 32 times it: a
     GDN or attention output near zero is divided by its own size. Replay adds no error of its own over the baseline.
     """
     model = tiny_model(name)
