@@ -1,0 +1,154 @@
+"""The main job on the example checkpoints, step by step, with the commands a user would type.
+
+Run through `bash scripts/quickstart.sh`. Everything it makes lies in `.quickstart/` and is reused by the next run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from replayssm.builders.config import read_config
+from replayssm.builders.inspection import inspect_model
+from replayssm.plugins.contract import ReplaySettings
+from replayssm.scripts.cli import main as replayssm
+
+EXAMPLES = Path("examples")
+WORK = Path(".quickstart")
+BUFFER_LEN, DRAFT_LEN, MAX_SEQ_LEN = 16, 4, 2048
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of running a model. `draft` is the kind of drafts, `buffer_len` 0 rewrites the state every token."""
+
+    label: str
+    quantized: bool
+    buffer_len: int
+    draft: str = "none"
+
+
+VARIANTS = (
+    Variant("bf16 weights, state rewritten every token", quantized=False, buffer_len=0),
+    Variant("NVFP4 weights, state rewritten every token", quantized=True, buffer_len=0),
+    Variant("NVFP4 weights, replay", quantized=True, buffer_len=BUFFER_LEN),
+    Variant("NVFP4 weights, replay, drafts of the MTP head", quantized=True, buffer_len=BUFFER_LEN, draft="mtp"),
+)
+
+
+class Commands:
+    """Runs `replayssm` commands in this process and shows each as a user would type it."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def run(self, *arguments: str) -> None:
+        self.console.print(f"[dim]$ replayssm {' '.join(arguments)}[/dim]", highlight=False, soft_wrap=True)
+        replayssm.main(list(arguments), prog_name="replayssm", standalone_mode=False)
+
+
+def quantize(commands: Commands, name: str) -> Path:
+    """NVFP4 checkpoint of an example."""
+    output = WORK / f"{name}-nvfp4"
+    if not output.exists():
+        commands.run("quantize", "--checkpoint", str(EXAMPLES / name), "--output", str(output), "--recipe", "nvfp4")
+    return output
+
+
+def build(commands: Commands, checkpoint: Path, buffer_len: int) -> Path:
+    """Engine of a checkpoint; the baseline needs no drafts."""
+    output = WORK / "engines" / f"{checkpoint.name}-L{buffer_len}"
+    if not output.exists():
+        drafts = ("--max-draft-len", str(DRAFT_LEN)) if buffer_len else ()
+        commands.run(
+            *("build", "--checkpoint", str(checkpoint), "--output", str(output)),
+            *("--buffer-len", str(buffer_len), *drafts, "--max-seq-len", str(MAX_SEQ_LEN)),
+        )
+    return output
+
+
+def ask(engine: Path, question: str, draft: str) -> Any:
+    """The engine's greedy answer to one question."""
+    from replayssm.runtime.engine import Engine
+    from replayssm.runtime.generation import generate
+    from replayssm.runtime.session import Session
+    from replayssm.runtime.speculation import MtpDrafter
+
+    loaded = Engine.load(engine)
+    session = Session(loaded, slots=1)
+    tokenizer = loaded.tokenizer
+    encoded = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
+    )
+    drafter = MtpDrafter(session) if draft == "mtp" else None
+    arguments = {"drafter": drafter, "tokenizer": tokenizer}
+    generate(session, [encoded["input_ids"]], 8, **arguments)  # first calls load code and pages
+    return generate(session, [encoded["input_ids"]], 1024, **arguments)[0]
+
+
+def demonstrate(commands: Commands, name: str, question: str, answer: str) -> None:
+    """Quantize, build, ask and compare one example model."""
+    console = commands.console
+    console.rule(f"[bold]{name}")
+    quantized = quantize(commands, name)
+    results = {}
+    for variant in VARIANTS:
+        engine = build(commands, quantized if variant.quantized else EXAMPLES / name, variant.buffer_len)
+        results[variant] = ask(engine, question, variant.draft)
+
+    replayed = results[VARIANTS[2]]
+    console.print(f"\n[bold]Question[/bold]  {question}", highlight=False)
+    console.print(f"[bold]Answer[/bold]    {replayed.text.strip()}\n", highlight=False)
+    table = Table("", "right", "same text", "tokens/s here", "tokens per call")
+    for variant, result in results.items():
+        right = result.text.strip().endswith(answer)
+        table.add_row(
+            variant.label,
+            "[green]yes[/green]" if right else f"[red]no[/red] (expected {answer})",
+            "yes" if result.token_ids == replayed.token_ids else "no",
+            f"{result.timing['tokens_per_s']:.0f}",
+            f"{result.acceptance_length:.2f}",
+        )
+    console.print(table)
+    show_traffic(console, quantized)
+
+
+def show_traffic(console: Console, checkpoint: Path) -> None:
+    """Bytes of state per sequence and per token, with and without replay."""
+    settings = ReplaySettings(BUFFER_LEN, 1 + DRAFT_LEN, MAX_SEQ_LEN)
+    report = inspect_model(read_config(checkpoint), settings, name=checkpoint.name, memory_bytes=0)
+    traffic = report.traffic
+    console.print(
+        f"State of one sequence: {report.slot.state:,} bytes, and {report.slot.ring:,} bytes of ring.\n"
+        f"State moved per decoded token: {traffic.plain:,.0f} bytes rewriting it, {traffic.replay:,.0f} with replay "
+        f"({traffic.plain / traffic.replay:.2f} times less).",
+        highlight=False,
+    )
+
+
+@click.command()
+@click.option("--clean", is_flag=True, help="Start over: remove what earlier runs made.")
+def main(clean: bool) -> None:
+    """Quantize, build and run the example models, and show what replay changes."""
+    console = Console()
+    if clean:
+        shutil.rmtree(WORK, ignore_errors=True)
+    questions = json.loads((EXAMPLES / "questions.json").read_text(encoding="utf-8"))
+    for name, entry in questions.items():
+        demonstrate(Commands(console), name, entry["question"], entry["answer"])
+    console.print(
+        "\nThe models are tiny, so a CPU spends its time elsewhere than in the state; the gain in speed is a GPU's."
+        "\nYour own model: [bold]replayssm quantize[/bold], [bold]replayssm build[/bold], "
+        "[bold]replayssm generate[/bold]; [bold]replayssm inspect[/bold] says what replay saves on it."
+    )
+
+
+if __name__ == "__main__":
+    main()
