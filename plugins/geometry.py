@@ -1,0 +1,270 @@
+"""Launch geometry: which rows a thread block owns, and the constants stamped into each kernel.
+
+`TABLE` holds what was measured; everything else follows from the rules in `_default_cta_rows`. A geometry that no
+kernel fits raises `UnsupportedGeometryError`, and the operators then run their PyTorch reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from replayssm.plugins.contract import ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings, conv_ring_len
+
+FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2}
+"""FORMAT_* of kernels/primitives.cuh."""
+
+EMBEDDED_SHARED_BYTES = 48 * 1024
+"""Shared memory that a kernel embedded in a TensorRT plugin may use."""
+
+CONV_CHUNK = 64
+"""Tokens of a long convolution window that one thread walks."""
+
+MAX_HISTORY = 32
+MAX_WINDOW = 16
+
+
+class UnsupportedGeometryError(ValueError):
+    """No kernel covers these sizes or settings; the message says which and why."""
+
+
+class Architecture(NamedTuple):
+    """What the launch geometry depends on. Bytes of shared memory per multiprocessor and per block."""
+
+    shared_per_sm: int
+    shared_per_block: int
+    bulk_copy: bool
+
+
+ARCHITECTURES = {
+    80: Architecture(164 * 1024, 163 * 1024, False),
+    86: Architecture(100 * 1024, 99 * 1024, False),
+    89: Architecture(100 * 1024, 99 * 1024, False),
+    90: Architecture(228 * 1024, 227 * 1024, True),
+    100: Architecture(228 * 1024, 227 * 1024, True),
+    103: Architecture(228 * 1024, 227 * 1024, True),
+    120: Architecture(100 * 1024, 99 * 1024, True),
+    121: Architecture(100 * 1024, 99 * 1024, True),
+}
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """One compiled variant and how it is launched. The grid is (blocks_x, rows, 1).
+
+    shared_bytes: dynamic shared memory of a block; the kernels use no static shared memory.
+    """
+
+    kernel: str
+    defines: tuple[tuple[str, int], ...]
+    blocks_x: int
+    threads: int
+    shared_bytes: int
+
+
+# (kernel, state bytes of a row, rows of a head): rows per block. Each entry names its measurement.
+TABLE: dict[tuple[str, int, int], int] = {}
+
+REGISTERS_PER_SM = 65536
+REGISTERS_WANTED = 104
+"""Registers per thread below which the window kernels would spill; limits how many blocks are asked for."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def architecture(arch: int) -> Architecture:
+    """The entry of compute capability `arch`; an unknown, newer GPU gets the one below it."""
+    known = [number for number in ARCHITECTURES if number <= arch]
+    if not known:
+        raise UnsupportedGeometryError(f"the kernels need compute capability 8.0 or later, got {arch / 10}")
+    return ARCHITECTURES[max(known)]
+
+
+def compile_target(arch: int) -> int:
+    """Architecture to compile for: the GPU's own, or the nearest older one of the same major version."""
+    known = [number for number in ARCHITECTURES if number <= arch and number // 10 == arch // 10]
+    if not known:
+        raise UnsupportedGeometryError(f"no kernel target for compute capability {arch / 10}")
+    return max(known)
+
+
+@cache
+def window_config(
+    geometry: Mamba2Geometry | GdnGeometry,
+    settings: ReplaySettings,
+    arch: int,
+    embedded: bool = False,
+    cta_rows: int | None = None,
+) -> KernelConfig:
+    """Decode and verify kernel of a layer, or the serial kernel where the settings ask for it.
+
+    embedded: restrict shared memory to what a TensorRT plugin may use. cta_rows: override, for measurements.
+    """
+    heads, rows, columns = geometry.state_shape
+    serial = settings.is_baseline or settings.serial_exact
+    _check(geometry, settings, rows, columns)
+    limits = architecture(arch)
+    capacity = min(limits.shared_per_block, EMBEDDED_SHARED_BYTES) if embedded else limits.shared_per_block
+    kind = geometry.kind
+    kernel = f"{kind}_serial" if serial else f"{kind}_window"
+    candidates = _row_candidates(rows, geometry.row_tiles)
+    wanted = (
+        cta_rows
+        or TABLE.get((kernel, columns * _state_bytes(settings), rows))
+        or _default_cta_rows(kernel, candidates, columns * 4)
+    )
+    fitting = [
+        count
+        for count in candidates
+        if count <= wanted and _shared_bytes(kernel, geometry, settings, count) <= capacity
+    ]
+    if not fitting or (cta_rows is not None and cta_rows not in fitting):
+        raise UnsupportedGeometryError(
+            f"{kernel}: no block of {cta_rows or f'at most {wanted}'} rows of {rows} x {columns} fits {capacity} bytes "
+            f"of shared memory in whole row tiles ({geometry.row_tiles}) and multiples of 8 rows"
+        )
+    count = max(fitting)
+    shared = _shared_bytes(kernel, geometry, settings, count)
+    threads = 32 * (round_up(count, 16) // 16)
+    min_ctas = max(
+        1, min(limits.shared_per_sm // (shared + 1024), REGISTERS_PER_SM // (threads * REGISTERS_WANTED), 16)
+    )
+    defines = {
+        **_geometry_defines(geometry),
+        "ROW_TILES": geometry.row_tiles,
+        "CTA_ROWS": count,
+        "BUFFER_LEN": settings.buffer_len,
+        "MAX_WINDOW": settings.max_window,
+        "STATE_FORMAT": FORMATS[settings.state_dtype],
+        "ACTIVATION_FORMAT": FORMATS[settings.activation_dtype],
+        "BULK_COPY": int(limits.bulk_copy),
+        "MIN_CTAS": min_ctas,
+        "SHARED_BYTES": shared,
+    }
+    if geometry.kind == "gdn":
+        defines["U_PLANES"] = settings.u_planes[0]
+        defines["U_EXACT"] = int(settings.u_format == "exact")
+    if serial:
+        defines["BASELINE"] = int(settings.is_baseline)
+    return KernelConfig(kernel, tuple(sorted(defines.items())), heads * (rows // count), threads, shared)
+
+
+@cache
+def conv_config(geometry: ConvGeometry, settings: ReplaySettings, has_bias: bool, weight_dtype: str) -> KernelConfig:
+    """Convolution kernel: a thread owns 8 channels of one row and walks its window."""
+    if settings.activation_dtype not in ("bfloat16", "float16") or weight_dtype not in FORMATS:
+        raise UnsupportedGeometryError(
+            f"causal_conv1d_window: activations {settings.activation_dtype} with weights {weight_dtype} have no kernel"
+        )
+    if geometry.conv_dim % 8 or not 2 <= geometry.conv_kernel <= 8:
+        raise UnsupportedGeometryError(
+            f"causal_conv1d_window: needs channels in multiples of 8 and 2 to 8 taps, got {geometry}"
+        )
+    threads = 128
+    defines = {
+        "CHANNELS": geometry.conv_dim,
+        "TAPS": geometry.conv_kernel,
+        "CONV_RING_LEN": conv_ring_len(geometry, settings.max_window),
+        "MAX_WINDOW": settings.max_window,
+        "ACTIVATION_FORMAT": FORMATS[settings.activation_dtype],
+        "CHUNK": CONV_CHUNK,
+        "WEIGHT_FORMAT": FORMATS[weight_dtype],
+        "HAS_BIAS": int(has_bias),
+        "BULK_COPY": 0,
+    }
+    blocks = -(-geometry.conv_dim // (8 * threads))
+    return KernelConfig("causal_conv1d_window", tuple(sorted(defines.items())), blocks, threads, 0)
+
+
+def _check(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, rows: int, columns: int) -> None:
+    reasons = []
+    if settings.activation_dtype not in ("bfloat16", "float16"):
+        reasons.append(f"activations are {settings.activation_dtype}")
+    if settings.state_dtype not in FORMATS:
+        reasons.append(f"the checkpoint is {settings.state_dtype}")
+    if settings.readout_dtype != "same":
+        reasons.append(f"the readout is {settings.readout_dtype}")
+    if geometry.kind == "gdn" and settings.u_format == "exact" and not (settings.is_baseline or settings.serial_exact):
+        reasons.append("u is exact")
+    if settings.buffer_len > MAX_HISTORY or settings.max_window > MAX_WINDOW:
+        reasons.append(
+            f"buffer_len {settings.buffer_len} or max_window {settings.max_window} exceeds {MAX_HISTORY} or "
+            f"{MAX_WINDOW}"
+        )
+    if columns % 16 or columns > 256 or rows % 8:
+        reasons.append(f"the state is {rows} x {columns} (needs rows in 8s and columns in 16s, at most 256)")
+    if reasons:
+        raise UnsupportedGeometryError(f"{geometry.kind}_window has no kernel: {'; '.join(reasons)}")
+
+
+def _state_bytes(settings: ReplaySettings) -> int:
+    return 4 if settings.state_dtype == "float32" else 2
+
+
+def _row_candidates(rows: int, row_tiles: int) -> list[int]:
+    """Rows that one block may own: whole tiles, in multiples of 8 rows."""
+    tile = rows // row_tiles
+    counts = [tile * tiles for tiles in range(1, row_tiles + 1) if row_tiles % tiles == 0]
+    return [count for count in counts if count % 8 == 0]
+
+
+def _default_cta_rows(kernel: str, candidates: list[int], row_bytes: int) -> int:
+    """Blocks of at most 40 KiB of fp32 state, so that several share a multiprocessor; serial blocks own one head."""
+    if kernel.endswith("serial"):
+        return max(candidates, default=8)
+    return max((count for count in candidates if count * row_bytes <= 40 * 1024), default=min(candidates, default=8))
+
+
+def _geometry_defines(geometry: Mamba2Geometry | GdnGeometry) -> dict[str, int]:
+    if isinstance(geometry, Mamba2Geometry):
+        return {
+            "NHEADS": geometry.nheads,
+            "HEADDIM": geometry.headdim,
+            "DSTATE": geometry.dstate,
+            "NGROUPS": geometry.ngroups,
+        }
+    return {
+        "NUM_K_HEADS": geometry.num_k_heads,
+        "NUM_V_HEADS": geometry.num_v_heads,
+        "HEAD_K_DIM": geometry.head_k_dim,
+        "HEAD_V_DIM": geometry.head_v_dim,
+    }
+
+
+def _shared_bytes(kernel: str, geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, cta_rows: int) -> int:
+    """sizeof(Shared) of the kernel, which checks it at compile time."""
+    if kernel.endswith("serial"):
+        return 0
+    columns, window = geometry.state_shape[2], settings.max_window
+    history = round_up(max(settings.buffer_len, window), 8)
+    window_rows, padded = round_up(window, 8), round_up(cta_rows, 16)
+    row, values = (columns + 8) * 2, (padded + 8) * 2
+    tile = padded * columns * _state_bytes(settings)
+    decays = (history + 2 * window_rows + 1) * 4
+    if kernel == "mamba2_window":
+        tokens = history + window_rows
+        coefficients = window_rows * (tokens + 4) * 4
+        total = (
+            tile + tokens * row + window * row + tokens * values + coefficients + decays + (history + window_rows) * 4
+        )
+    else:
+        planes, queries = settings.u_planes[0], round_up(2 * window, 8)
+        coefficients = queries * (history + 4) * 4
+        pairs = 2 * window * window_rows * 4
+        stage = padded * (2 * window + 1) * 4
+        total = (
+            tile
+            + history * row
+            + 2 * window * row
+            + planes * history * values
+            + window * values
+            + coefficients
+            + pairs
+            + stage
+            + decays
+            + window_rows * 4
+        )
+    return round_up(round_up(total, 8) + 8, 128)

@@ -1,0 +1,241 @@
+"""Random steps of the stateful operators, for kernels under emulation and on a GPU alike.
+
+`Steps` draws calls with mixed rows: decode, verify, prefill, padding, idle, invalid and fresh ones, at random slots and
+with random acceptance, over a pool that starts as NaN. `compare` runs the reference and an implementation side by side
+from equal states; `judge` lets one implementation run freely and compares it with the fp64 recurrence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from replayssm.plugins import reference
+from replayssm.plugins.contract import Geometry, ReplaySettings
+from replayssm.plugins.reference import recurrence
+from replayssm.plugins.state import LayerState, allocate_state, commit, torch_dtype
+
+
+@dataclass
+class Call:
+    """One operator call: packed inputs, constants, int32 rows, and how many tokens of each row will be kept."""
+
+    inputs: list[torch.Tensor]
+    rows: list[torch.Tensor]
+    slots: list[int]
+    lengths: list[int]
+    starts: list[int]
+    accepted: list[int]
+
+
+class Steps:
+    """A pool of slots and the positions of their sequences. `rows` rows a call, `strided` inputs are slices."""
+
+    def __init__(
+        self, geometry: Geometry, settings: ReplaySettings, slots: int = 6, rows: int = 4, seed: int = 0, device="cpu"
+    ) -> None:
+        self.geometry, self.settings, self.slots, self.rows = geometry, settings, slots, rows
+        self.device = torch.device(device)
+        self.dtype = torch_dtype(settings.activation_dtype)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.positions = [0] * slots
+        self.count = 0
+        kind = geometry.kind
+        if kind == "conv":
+            self.constants = [self.normal(geometry.conv_dim, geometry.conv_kernel).to(self.dtype), None]
+            self.constants[1] = self.normal(geometry.conv_dim).to(self.dtype)
+        else:
+            heads = geometry.state_shape[0]
+            constants = [self.normal(heads) * 0.5, self.normal(heads), self.normal(heads) * 0.5 - 3]
+            self.constants = constants if kind == "mamba2" else [constants[0], constants[2]]
+        self.constants = [constant.to(self.device) for constant in self.constants]
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def integer(self, low: int, high: int) -> int:
+        """Uniform in [low, high]."""
+        return int(torch.randint(low, high + 1, (1,), generator=self.generator))
+
+    def pool(self) -> LayerState:
+        """Slots that hold NaN and nonsense positions, as reused memory may."""
+        state = allocate_state(self.geometry, self.settings, self.slots, self.device)
+        for tensor in state.tensors.values():
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 12345)
+        return state
+
+    def inputs(self, tokens: int) -> list[torch.Tensor]:
+        """Random packed inputs: slices of one projection's output, so tokens are strided."""
+        g = self.geometry
+        if g.kind == "mamba2":
+            shapes = [(g.nheads, g.headdim), (g.nheads,), (g.ngroups, g.dstate), (g.ngroups, g.dstate)]
+        elif g.kind == "gdn":
+            keys = (g.num_k_heads, g.head_k_dim)
+            shapes = [keys, keys, (g.num_v_heads, g.head_v_dim), (g.num_v_heads,), (g.num_v_heads,)]
+        else:
+            shapes = [(g.conv_dim,)]
+        sizes = [-(-torch.Size(shape).numel() // 8) * 8 for shape in shapes]
+        packed = self.normal(tokens, sum(sizes) + 8).to(self.device, self.dtype)
+        slices, begin = [], 8
+        for shape, size in zip(shapes, sizes, strict=True):
+            slices.append(packed[:, begin : begin + torch.Size(shape).numel()].unflatten(1, shape))
+            begin += size
+        return slices
+
+    def next_call(self, odd_rows: bool = True, prefill: bool = True) -> Call:
+        """Draw one call. Every few calls one row is padding, idle, invalid, a prefill or a fresh sequence."""
+        number, limit = self.count, self.settings.max_window
+        self.count += 1
+        slots = torch.randperm(self.slots, generator=self.generator)[: self.rows].tolist()
+        lengths = [self.integer(1, limit) for _ in slots]
+        if prefill and number % 5 == 3:
+            lengths[0] = limit + self.integer(1, 20)
+        if odd_rows and self.rows > 2:
+            if number % 4 == 2:
+                slots[1] = -1
+            if number % 7 == 5:
+                lengths[2] = 0
+        if number % 9 == 8:
+            self.positions[slots[-1]] = 0
+        seq_lens = [self.positions[slot] if slot >= 0 else 7 for slot in slots]
+        lengths = [
+            length if seq_len + length <= self.settings.max_seq_len else 0
+            for seq_len, length in zip(seq_lens, lengths, strict=True)
+        ]
+        accepted = [length if length > limit else self.integer(0, length) for length in lengths]
+        if self.settings.is_baseline:
+            accepted = [length if length <= 1 else count for length, count in zip(lengths, accepted, strict=True)]
+        starts, total = [], 1
+        for length in lengths:
+            starts.append(total)
+            total += length
+        if odd_rows and self.rows > 2 and number % 11 == 10:
+            slots[0], accepted[0] = self.slots + 3, 0
+        for slot, length, count in zip(slots, lengths, accepted, strict=True):
+            if 0 <= slot < self.slots and length:
+                self.positions[slot] += count
+        rows = [torch.tensor(v, dtype=torch.int32, device=self.device) for v in (seq_lens, starts, lengths, slots)]
+        return Call(self.inputs(total + 1), rows, slots, lengths, starts, accepted)
+
+    def run(self, implementation, state: LayerState, call: Call) -> torch.Tensor:
+        """The operator of `implementation` (a module with the reference's names) on `call`."""
+        function = getattr(
+            implementation,
+            {"mamba2": "mamba2_window", "gdn": "gdn_window"}.get(self.geometry.kind, "causal_conv1d_window"),
+        )
+        tail = () if self.geometry.kind == "conv" else (0,)
+        return function(*call.inputs, *self.constants, state, *call.rows, *tail)
+
+    def commit(self, state: LayerState, call: Call) -> None:
+        """Keep the accepted tokens, which only the baseline must be told."""
+        kept = [
+            (slot, count)
+            for slot, length, count in zip(call.slots, call.lengths, call.accepted, strict=True)
+            if 0 <= slot < self.slots and 1 < length <= self.settings.max_window
+        ]
+        if kept:
+            commit(state, [slot for slot, _ in kept], [count for _, count in kept])
+
+
+def to_device(state: LayerState, device) -> LayerState:
+    """A copy of `state` on `device`."""
+    tensors = {name: tensor.detach().clone().to(device) for name, tensor in state.tensors.items()}
+    return LayerState(state.geometry, state.settings, tensors, state.error_flag.clone().to(device))
+
+
+def call_on(call: Call, device) -> Call:
+    inputs = [tensor.to(device) for tensor in call.inputs]
+    return Call(inputs, [row.to(device) for row in call.rows], call.slots, call.lengths, call.starts, call.accepted)
+
+
+def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """||value - expected|| / ||expected||; NaN where exactly one of both is NaN, or both are anywhere."""
+    value, expected = value.double(), expected.double()
+    norm = float(expected.norm())
+    return float((value - expected).norm()) / norm if norm else float(value.norm())
+
+
+def part_error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative error of a state part whose dead entries are NaN in both; infinite where only one is NaN."""
+    value, expected = value.double(), expected.double()
+    dead = value.isnan()
+    if not torch.equal(dead, expected.isnan()):
+        return float("inf")
+    return relative_error(value[~dead], expected[~dead])
+
+
+def compare(steps: Steps, implementation, count: int, prefill: bool = True) -> dict[str, float]:
+    """Largest relative error of outputs ("out") and of each state part over `count` calls.
+
+    The reference runs on the CPU; after each call the implementation's state is set to the reference's, so errors do
+    not add up. Raises AssertionError if error flags or integer parts differ, or if a token without work is not zero.
+    """
+    device = steps.device
+    state = to_device(steps.pool(), "cpu")
+    worst: dict[str, float] = {"out": 0.0}
+    on_cpu = Steps(steps.geometry, steps.settings, steps.slots, steps.rows)
+    on_cpu.constants = [constant.cpu() for constant in steps.constants]
+    mine = to_device(state, device)
+    for number in range(count):
+        call = steps.next_call(prefill=prefill)
+        expected = on_cpu.run(reference, state, call_on(call, "cpu"))
+        value = steps.run(implementation, mine, call).cpu()
+        where = f"call {number}: slots {call.slots}, lengths {call.lengths}"
+        assert int(state.error_flag) == int(mine.error_flag), where
+        for start, length, slot in zip(call.starts, call.lengths, call.slots, strict=True):
+            if not 0 <= slot < steps.slots:
+                assert not value[start : start + length].any(), where
+        error = relative_error(value, expected)
+        assert error == error, f"{where}: NaN in the outputs"
+        worst["out"] = max(worst["out"], error)
+        for name, tensor in state.tensors.items():
+            other = mine.tensors[name].cpu()
+            if tensor.is_floating_point():
+                worst[name] = max(worst.get(name, 0.0), part_error(other, tensor))
+            else:
+                assert torch.equal(tensor, other), f"{where}: {name}"
+        on_cpu.commit(state, call)
+        for name, tensor in state.tensors.items():
+            mine.tensors[name].copy_(tensor)
+        state.error_flag.zero_()
+        mine.error_flag.zero_()
+    return worst
+
+
+def judge(steps: Steps, implementation, count: int, prefill: bool = True) -> float:
+    """Largest relative error of any sequence's outputs against its fp64 recurrence, over `count` free-running calls."""
+    state = steps.pool()
+    kept_inputs: list[list[list[torch.Tensor]]] = [[] for _ in range(steps.slots)]
+    kept_outputs: list[list[torch.Tensor]] = [[] for _ in range(steps.slots)]
+    worst = 0.0
+    for _ in range(count):
+        before = list(steps.positions)
+        call = steps.next_call(odd_rows=False, prefill=prefill)
+        value = steps.run(implementation, state, call)
+        steps.commit(state, call)
+        for slot, start, accepted in zip(call.slots, call.starts, call.accepted, strict=True):
+            if steps.positions[slot] < before[slot] + accepted:  # the slot was given to a fresh sequence
+                worst = max(worst, _sequence_error(steps, kept_inputs[slot], kept_outputs[slot]))
+                kept_inputs[slot], kept_outputs[slot] = [], []
+            own = slice(start, start + accepted)
+            kept_inputs[slot].append([tensor[own].clone() for tensor in call.inputs])
+            kept_outputs[slot].append(value[own].clone())
+    assert int(state.error_flag) == 0
+    for inputs, outputs in zip(kept_inputs, kept_outputs, strict=True):
+        worst = max(worst, _sequence_error(steps, inputs, outputs))
+    return worst
+
+
+def _sequence_error(steps: Steps, inputs: list[list[torch.Tensor]], outputs: list[torch.Tensor]) -> float:
+    if not inputs or not sum(part.shape[0] for part in outputs):
+        return 0.0
+    packed = [torch.cat(parts) for parts in zip(*inputs, strict=True)]
+    value = torch.cat(outputs)
+    if steps.geometry.kind == "mamba2":
+        expected, _ = recurrence.mamba2_recurrence(*packed, *steps.constants)
+    elif steps.geometry.kind == "gdn":
+        expected, _ = recurrence.gdn_recurrence(*packed, *steps.constants, None, steps.dtype)
+    else:
+        expected = recurrence.causal_conv1d_recurrence(*packed, *steps.constants)
+    return relative_error(value, expected)

@@ -1,0 +1,108 @@
+"""Compiles a kernel for the host against primitives.h beside this file, and calls it like a GPU would.
+
+The emulated operators have the reference's names, so they can stand wherever an implementation is tested.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from replayssm.plugins import geometry as geo
+from replayssm.plugins import launch, nvrtc
+from replayssm.plugins.geometry import KernelConfig
+
+PRIMITIVES = Path(__file__).parent / "primitives.h"
+
+
+def kernel_parameters(kernel: str) -> list[str]:
+    """Declarations of a kernel's parameters, in order, such as "const float* A_log"."""
+    source = re.sub(r"//[^\n]*", "", nvrtc.kernel_source(kernel))
+    match = re.search(rf"KERNEL\([^)]*\)\s*{kernel}\((.*?)\)\s*\{{", source, re.DOTALL)
+    return [" ".join(parameter.split()) for parameter in match[1].split(",")]
+
+
+def emulated_source(config: KernelConfig) -> str:
+    device = (nvrtc.KERNEL_DIR / "primitives.cuh").read_text().replace("#pragma once\n", "")
+    host = PRIMITIVES.read_text().replace("#pragma once\n", "")
+    source = nvrtc.kernel_source(config.kernel)
+    assert device in source
+    parameters = kernel_parameters(config.kernel)
+    names = ", ".join(parameter.split()[-1].lstrip("*") for parameter in parameters)
+    defines = "\n".join(f"#define {name} {value}" for name, value in config.defines)
+    return f"""{defines}
+{source.replace(device, host)}
+extern "C" void emulate(int grid_x, int grid_y, int grid_z, int threads, int shared_bytes, unsigned seed,
+                        {", ".join(parameters)}) {{
+    emulation::body = [=] {{ {config.kernel}({names}); }};
+    emulation::run_grid(grid_x, grid_y, grid_z, threads, shared_bytes, seed);
+}}
+"""
+
+
+@cache
+def _build_dir() -> Path:
+    return Path(tempfile.mkdtemp(prefix="replayssm-emulation-"))
+
+
+@cache
+def emulated(config: KernelConfig):
+    """The emulated kernel's entry. Raises RuntimeError with the host compiler's messages."""
+    source = emulated_source(config)
+    path = _build_dir() / f"{config.kernel}-{hashlib.sha256(source.encode()).hexdigest()[:16]}.cpp"
+    path.write_text(source)
+    library = path.with_suffix(".so")
+    command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", str(path), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise RuntimeError(f"the host compiler refuses {config.kernel}:\n{done.stderr[:4000]}")
+    return ctypes.CDLL(str(library)).emulate
+
+
+class Emulated:
+    """Operators that run the kernels of compute capability `arch` on the CPU; `cta_rows` overrides the geometry."""
+
+    def __init__(self, arch: int = 90, cta_rows: int | None = None) -> None:
+        self.arch, self.cta_rows, self.seed = arch, cta_rows, 0
+
+    def _call(self, config: KernelConfig, arguments: list, rows: int, grid_z: int = 1) -> None:
+        self.seed += 1
+        values = [
+            ctypes.c_int(a) if isinstance(a, int) else ctypes.c_void_p(None if a is None else a.data_ptr())
+            for a in arguments
+        ]
+        emulated(config)(
+            config.blocks_x, rows, grid_z, config.threads, config.shared_bytes, ctypes.c_uint(self.seed), *values
+        )
+
+    def _window_config(self, state) -> KernelConfig:
+        return geo.window_config(state.geometry, state.settings, self.arch, cta_rows=self.cta_rows)
+
+    def mamba2_window(self, x, dt, B, C, A_log, D, dt_bias, state, *rest):
+        *index, layer = rest
+        out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        arguments = launch.mamba2_arguments(x, dt, B, C, A_log, D, dt_bias, state, tuple(index), layer, out)
+        self._call(self._window_config(state), arguments, index[0].shape[0])
+        return out
+
+    def gdn_window(self, q, k, v, a, b, A_log, dt_bias, state, *rest):
+        *index, layer = rest
+        out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+        arguments = launch.gdn_arguments(q, k, v, a, b, A_log, dt_bias, state, tuple(index), layer, out)
+        self._call(self._window_config(state), arguments, index[0].shape[0])
+        return out
+
+    def causal_conv1d_window(self, x, weight, bias, state, *index):
+        dtype = str(weight.dtype).removeprefix("torch.")
+        config = geo.conv_config(state.geometry, state.settings, bias is not None, dtype)
+        out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        arguments = launch.conv_arguments(x, weight, bias, state, index, out)
+        self._call(config, arguments, index[0].shape[0], launch.conv_chunks(x.shape[0], index[0].shape[0], state))
+        return out

@@ -1,0 +1,275 @@
+// The names of plugins/kernels/primitives.cuh on the host: one fiber per CUDA thread, warp and block operations as
+// rendezvous. Asynchronous copies land only when they are waited for, shared memory starts as NaN, threads run in random
+// order between rendezvous and blocks in random order, so that missing waits and barriers show as wrong results.
+#pragma once
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <vector>
+
+typedef uint32_t u32;
+typedef uint16_t u16;
+typedef unsigned long long u64;
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) uint2 { u32 x, y; };
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+
+#define DEVICE static inline
+#define KERNEL(threads, min_ctas) static void
+#define DYNAMIC_SHARED(name) unsigned char* name = emulation::shared_memory
+
+#define FORMAT_FP32 0
+#define FORMAT_FP16 1
+#define FORMAT_BF16 2
+
+namespace emulation {
+struct Index { int x, y, z; };
+struct Rendezvous {
+    int arrived = 0, generation = 0;
+};
+struct Warp {
+    Rendezvous meeting;
+    const char* operation = nullptr;
+    u32 in[2][32][6];
+};
+struct Fiber {
+    ucontext_t start;
+    jmp_buf at;
+    bool started, done;
+    std::vector<char> stack;
+    std::vector<std::function<void()>> copies;
+};
+extern unsigned char* shared_memory;
+unsigned char* shared_memory;
+std::vector<Fiber> fibers;
+std::vector<Warp> warps;
+Rendezvous block_meeting;
+jmp_buf scheduler;
+int current, threads;
+std::function<void()> body;
+std::mt19937 random_engine;
+struct BulkCopy { void* to; const void* from; u32 bytes; };
+BulkCopy bulk;
+
+inline void yield() {
+    if (!_setjmp(fibers[current].at)) _longjmp(scheduler, 1);
+}
+inline void meet(Rendezvous& meeting, int expected) {
+    const int generation = meeting.generation;
+    if (++meeting.arrived == expected) {
+        meeting.arrived = 0;
+        meeting.generation++;
+        return;
+    }
+    while (meeting.generation == generation) yield();
+}
+inline void entry() {
+    body();
+    fibers[current].done = true;
+    _longjmp(scheduler, 1);
+}
+inline void run_block() {
+    for (Fiber& fiber : fibers) fiber.started = fiber.done = false, fiber.copies.clear();
+    for (Warp& warp : warps) warp = Warp();
+    block_meeting = Rendezvous();
+    bulk = {};
+    std::vector<int> order(threads);
+    std::iota(order.begin(), order.end(), 0);
+    for (long round = 0;; round++) {
+        if (round > 10000000) { std::fprintf(stderr, "emulation: deadlock\n"); std::abort(); }
+        std::shuffle(order.begin(), order.end(), random_engine);
+        bool any = false;
+        for (int i : order) {
+            Fiber& fiber = fibers[i];
+            if (fiber.done) continue;
+            any = true;
+            current = i;
+            if (_setjmp(scheduler)) continue;
+            if (fiber.started) _longjmp(fiber.at, 1);
+            fiber.started = true;
+            getcontext(&fiber.start);
+            fiber.start.uc_stack.ss_sp = fiber.stack.data();
+            fiber.start.uc_stack.ss_size = fiber.stack.size();
+            fiber.start.uc_link = nullptr;
+            makecontext(&fiber.start, (void (*)())entry, 0);
+            setcontext(&fiber.start);
+        }
+        if (!any) break;
+    }
+}
+}  // namespace emulation
+
+struct ThreadIndex {
+    struct X { operator int() const { return emulation::current; } } x;
+};
+static ThreadIndex threadIdx;
+static emulation::Index blockIdx, gridDim;
+
+namespace emulation {
+inline void run_grid(int grid_x, int grid_y, int grid_z, int block, int shared_bytes, unsigned seed) {
+    random_engine.seed(seed);
+    threads = block;
+    fibers.resize(block);
+    for (Fiber& fiber : fibers) fiber.stack.resize(256 * 1024);
+    warps.resize(block / 32);
+    std::vector<u32> memory(shared_bytes / 4 + 64);
+    shared_memory = (unsigned char*)(((uintptr_t)memory.data() + 127) / 128 * 128);
+    std::vector<int> order(grid_x * grid_y * grid_z);
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random_engine);
+    gridDim = {grid_x, grid_y, grid_z};
+    for (int i : order) {
+        std::fill(memory.begin(), memory.end(), 0x7fc07fc0u);  // NaN as fp32, bf16 and fp16
+        blockIdx = {i % grid_x, i / grid_x % grid_y, i / grid_x / grid_y};
+        run_block();
+    }
+}
+// Every lane gives `words`; when all have, `use` may read all lanes' words.
+template <class Use>
+inline auto exchange(const char* operation, std::initializer_list<u32> words, Use use) {
+    Warp& warp = warps[current / 32];
+    const int slot = warp.meeting.generation % 2, lane = current % 32;
+    if (warp.meeting.arrived == 0) warp.operation = operation;
+    if (std::strcmp(warp.operation, operation)) {
+        std::fprintf(stderr, "emulation: diverged warp: %s and %s\n", warp.operation, operation);
+        std::abort();
+    }
+    int i = 0;
+    for (u32 word : words) warp.in[slot][lane][i++] = word;
+    meet(warp.meeting, 32);
+    return use(warp.in[slot], lane);
+}
+}  // namespace emulation
+
+DEVICE float bits_to_float(u32 bits) { float f; std::memcpy(&f, &bits, 4); return f; }
+DEVICE u32 float_to_bits(float value) { u32 b; std::memcpy(&b, &value, 4); return b; }
+DEVICE float multiply(float a, float b) { return a * b; }
+DEVICE float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+DEVICE u16 float_to_bf16(float value) {
+    const u32 bits = float_to_bits(value);
+    if (value != value) return 0x7fff;
+    return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+DEVICE u16 float_to_fp16(float value) { const _Float16 h = (_Float16)value; u16 b; std::memcpy(&b, &h, 2); return b; }
+DEVICE float fp16_to_float(u16 bits) { _Float16 h; std::memcpy(&h, &bits, 2); return (float)h; }
+
+DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
+    if ((uintptr_t)shared % 16 || (valid && (uintptr_t)global % 16)) {
+        std::fprintf(stderr, "emulation: misaligned 16-byte copy\n");
+        std::abort();
+    }
+    emulation::fibers[emulation::current].copies.push_back([=] {
+        if (valid) std::memcpy(shared, global, 16); else std::memset(shared, 0, 16);
+    });
+}
+DEVICE void copy_async_wait() {
+    auto& copies = emulation::fibers[emulation::current].copies;
+    for (auto& copy : copies) copy();
+    copies.clear();
+}
+DEVICE void bulk_copy_start(void* shared, const void* global, u32 bytes, u64*) {
+    if (bytes % 16 || (uintptr_t)global % 16) { std::fprintf(stderr, "emulation: bad bulk copy\n"); std::abort(); }
+    emulation::bulk = {shared, global, bytes};
+}
+DEVICE void bulk_copy_wait(u64*) {
+    if (!emulation::bulk.to) return;
+    std::memcpy(emulation::bulk.to, emulation::bulk.from, emulation::bulk.bytes);
+    emulation::bulk.to = nullptr;
+}
+
+namespace emulation {
+template <int COUNT, bool TRANSPOSED>
+inline void load_matrix(u32* r, const void* row) {
+    if ((uintptr_t)row % 16) { std::fprintf(stderr, "emulation: misaligned matrix row\n"); std::abort(); }
+    const uintptr_t address = (uintptr_t)row;
+    exchange("ldmatrix", {(u32)address, (u32)((u64)address >> 32)}, [&](u32 (*in)[6], int lane) {
+        for (int m = 0; m < COUNT; m++) {
+            auto element = [&](int i, int j) -> u32 {
+                const u16* from = (const u16*)((u64)in[m * 8 + i][0] | (u64)in[m * 8 + i][1] << 32);
+                return from[j];
+            };
+            const int g = lane / 4, t = lane % 4;
+            r[m] = TRANSPOSED ? element(2 * t, g) | element(2 * t + 1, g) << 16
+                              : element(g, 2 * t) | element(g, 2 * t + 1) << 16;
+        }
+        return 0;
+    });
+    // The rows may be overwritten as soon as every lane has read them.
+    exchange("ldmatrix end", {0}, [](u32 (*)[6], int) { return 0; });
+}
+}  // namespace emulation
+DEVICE void load_matrix_x4(u32 (&r)[4], const void* row) { emulation::load_matrix<4, false>(r, row); }
+DEVICE void load_matrix_x2(u32 (&r)[2], const void* row) { emulation::load_matrix<2, false>(r, row); }
+DEVICE void load_matrix_x2_transposed(u32 (&r)[2], const void* row) { emulation::load_matrix<2, true>(r, row); }
+
+template <int FORMAT>
+DEVICE void mma_16bit(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    emulation::exchange("mma 16", {a0, a1, a2, a3, b0, b1}, [&](u32 (*in)[6], int lane) {
+        auto half = [](u32 word, int e) {
+            const u16 bits = (u16)(word >> 16 * e);
+            return FORMAT == FORMAT_BF16 ? bits_to_float((u32)bits << 16) : fp16_to_float(bits);
+        };
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 4; i++) {
+            const int row = g + 8 * (i / 2), column = 2 * t + i % 2;
+            double sum = d[i];
+            for (int k = 0; k < 16; k++) {
+                const int owner = row % 8 * 4 + k % 8 / 2, a = row / 8 + 2 * (k / 8);
+                sum += (double)half(in[owner][a], k % 2) * half(in[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
+            }
+            d[i] = (float)sum;
+        }
+        return 0;
+    });
+}
+DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
+    auto cut = [](float v) { return float_to_bits(v) & 0xffffe000u; };
+    emulation::exchange("mma tf32", {cut(a0), cut(a1), cut(a2), cut(a3), cut(b0), cut(b1)}, [&](u32 (*in)[6], int lane) {
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 4; i++) {
+            const int row = g + 8 * (i / 2), column = 2 * t + i % 2;
+            double sum = d[i];
+            for (int k = 0; k < 8; k++)
+                sum += (double)bits_to_float(in[row % 8 * 4 + k % 4][row / 8 + 2 * (k / 4)]) *
+                       bits_to_float(in[column * 4 + k % 4][4 + k / 4]);
+            d[i] = (float)sum;
+        }
+        return 0;
+    });
+}
+
+DEVICE float shuffle_up(float value, int delta) {
+    return emulation::exchange("shfl", {float_to_bits(value)}, [=](u32 (*in)[6], int lane) {
+        return bits_to_float(in[lane >= delta ? lane - delta : lane][0]);
+    });
+}
+DEVICE float shuffle_down(float value, int delta) {
+    return emulation::exchange("shfl", {float_to_bits(value)}, [=](u32 (*in)[6], int lane) {
+        return bits_to_float(in[lane + delta < 32 ? lane + delta : lane][0]);
+    });
+}
+DEVICE float shuffle_xor(float value, int mask) {
+    return emulation::exchange("shfl", {float_to_bits(value)},
+                               [=](u32 (*in)[6], int lane) { return bits_to_float(in[lane ^ mask][0]); });
+}
+DEVICE float shuffle_from(float value, int from) {
+    return emulation::exchange("shfl", {float_to_bits(value)},
+                               [=](u32 (*in)[6], int) { return bits_to_float(in[from][0]); });
+}
+DEVICE void sync_threads() { emulation::meet(emulation::block_meeting, emulation::threads); }
+DEVICE void sync_warp() { emulation::exchange("syncwarp", {0}, [](u32 (*)[6], int) { return 0; }); }
+DEVICE void atomic_or(int* address, int value) { *address |= value; }
