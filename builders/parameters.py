@@ -8,7 +8,7 @@ says how each engine weight is obtained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,9 +81,13 @@ def _convert(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]
             f"checkpoint tensor {name!r} is {found}, but its module's format needs {dtype}: the checkpoint's "
             "quantization config and its tensors disagree"
         )
-    if tensor.numel() != torch.Size(shape).numel():
+    if _without_ones(tensor.shape) != _without_ones(shape):
         raise ValueError(f"checkpoint tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
     return tensor.to(torch_dtype(dtype)).reshape(shape).contiguous()
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 @dataclass(frozen=True)
