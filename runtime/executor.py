@@ -81,8 +81,8 @@ class Executor:
             if len(results) == 1:
                 registers[results[0]] = value
             else:
-                for register, part in zip(results, value, strict=True):
-                    registers[register] = part
+                for index, register in enumerate(results):
+                    registers[register] = value[index]
             for register in expired:
                 registers[register] = None
         return {public: registers[register] for public, register in self._outputs.items()}
