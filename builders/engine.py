@@ -6,7 +6,7 @@ import json
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +27,9 @@ from replayssm.plugins.manifest import (
     is_engine_directory,
     sha256_file,
 )
+from replayssm.plugins.network import Network
+from replayssm.plugins.reference.layout import require_supported
+from replayssm.plugins.state import allocate_state
 
 TARGETS = {"torch": torch_target.write}
 PLANNED_TARGETS = ("tensorrt", "tensorrt-rtx")
@@ -120,6 +123,7 @@ def build_engine(
     traced = build_networks(config, opened.module_format, replay.activation_dtype)
     networks = {network.name: network for network in (traced.main, traced.mtp) if network is not None}
     plan = traced.weight_plan
+    _check_states(networks.values(), replay)
     with atomic_directory(Path(output), overwrite, is_engine_directory) as directory:
         total = sum(recipe.nbytes for recipe in plan.values())
         _check_space(directory, total)
@@ -152,6 +156,14 @@ def _check_paths(checkpoint: Path, output: Path) -> None:
     source, target = checkpoint.resolve(), output.resolve()
     if target == source or target in source.parents:
         raise ValueError(f"the output {output} holds the checkpoint {checkpoint}: choose another output")
+
+
+def _check_states(networks: Iterable[Network], replay: ReplaySettings) -> None:
+    """Settings that the torch target's operators or a layer's state refuse must fail here, not at the first token."""
+    require_supported("the torch target", replay.readout_dtype)
+    for network in networks:
+        for state in network.states.values():
+            allocate_state(state.geometry, replay, 1, "meta")
 
 
 def _check_space(directory: Path, needed: int) -> None:

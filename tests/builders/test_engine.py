@@ -126,11 +126,18 @@ def test_existing_output(tiny_checkpoint, tmp_path):
         ({"dtype": "int8"}, "dtype must be auto or one of"),
         ({"state_dtype": "int8"}, "state_dtype must be one of"),
         ({"buffer_len": 0, "readout_dtype": "nvfp4"}, "buffer_len 0"),
+        ({"readout_dtype": "nvfp4"}, "the torch target: readout_dtype 'nvfp4' is not implemented"),
     ],
 )
 def test_refused_options(tiny_checkpoint, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         build_engine(tiny_checkpoint("nano"), tmp_path / "engine", BuildOptions(**options))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_that_a_layer_refuses(tiny_checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="choose u_format 'exact'"):
+        build_engine(tiny_checkpoint("qwen"), tmp_path / "engine", BuildOptions(serial_exact=True))
     assert list(tmp_path.iterdir()) == []
 
 
