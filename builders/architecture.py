@@ -175,9 +175,9 @@ class ModelConfig:
 
     family: "nemotron_h" or "qwen3_5". architecture: the Hugging Face class name.
     zero_centered_norms: RMSNorm weights act as (1 + w). The gated norm of GDN is never zero-centred.
-    dtype: torch's name of the dtype that unquantised weights are stored in, as the config states it.
+    dtype: torch's name of the dtype that unquantized weights are stored in, as the config states it.
     eos_token_ids: of generation_config.json where present, else of config.json.
-    formats: which modules are quantised how (all dense for an unquantised checkpoint).
+    formats: which modules are quantized how (all dense for an unquantized checkpoint).
     source: where the description came from, for error messages.
     """
 

@@ -105,6 +105,11 @@ class Checkpoint:
         """Name in the file; the fused tensor's for an expert of one."""
         return self._locations[name].disk_name
 
+    @property
+    def prefix(self) -> str:
+        """What the files put before the names of embeddings, layers and final norm, such as "backbone."."""
+        return self.disk_name(self.config.final_norm_name).removesuffix(self.config.final_norm_name)
+
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor as stored: a view of the memory-mapped file. Do not write to it."""
         if name not in self._locations:
@@ -191,9 +196,9 @@ def _no_weights(directory: Path) -> ValueError:
     pickles = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLES)
     if pickles:
         return ValueError(
-            f"{directory / pickles[0]}: pickled weights are refused, because loading them runs code; convert them where "
-            "you trust them: load the model with transformers and call save_pretrained(directory), which writes "
-            f"{SINGLE_NAME}"
+            f"{directory / pickles[0]}: pickled weights are refused, because loading them runs code; if you trust "
+            "them, convert them: load the model with transformers and call model.save_pretrained(directory), which "
+            f"writes {SINGLE_NAME}"
         )
     shards = sorted(path.name for path in directory.glob("*.safetensors"))
     if shards:
@@ -243,7 +248,7 @@ class _Matcher:
         self.quantizable = set(quantizable_modules(config))
 
     def match(self) -> tuple[dict[str, _Location], dict[str, str], dict[str, _Location]]:
-        """Locations of all needed tensors, formats of quantised modules, and the rest by on-disk name."""
+        """Locations of all needed tensors, formats of quantized modules, and the rest by on-disk name."""
         self._split_fused_experts()
         locations: dict[str, _Location] = {}
         formats: dict[str, str] = {}
@@ -296,7 +301,7 @@ class _Matcher:
         if name == "lm_head.weight":
             return "; if it shares the embedding's weight, config.json must say tie_word_embeddings: true"
         if name.endswith(".input_scale"):
-            return "; formats that quantise activations need it (weight-only FP8 is not supported)"
+            return "; formats that quantize activations need it (weight-only FP8 is not supported)"
         if name.startswith("mtp."):
             return "; the draft head is incomplete: complete it, or remove all mtp.* tensors and its key in config.json"
         return ""
@@ -310,7 +315,7 @@ class _Matcher:
         if dtype != "uint8":
             return DENSE
         if name == self.config.embedding_name:
-            raise ValueError(f"{location.file.path}: {location.disk_name!r} is quantised; only dense is supported")
+            raise ValueError(f"{location.file.path}: {location.disk_name!r} is quantized; only dense is supported")
         declared = self.config.formats.module_format(module)
         has_input_scale = f"{module}.input_scale" in self.found
         return NVFP4 if has_input_scale or declared == NVFP4 else W4A16_NVFP4
@@ -320,7 +325,7 @@ class _Matcher:
         if declared == stored or (stored == DENSE and module not in self.quantizable):
             return
         raise ValueError(
-            f"{self.directory}: module {module!r} is stored as {stored}, but the quantisation config declares "
+            f"{self.directory}: module {module!r} is stored as {stored}, but the quantization config declares "
             f"{declared}; hf_quant_config.json or quantization_config of config.json belongs to other weights"
         )
 

@@ -1,4 +1,4 @@
-"""Which modules of a checkpoint are quantised, and how.
+"""Which modules of a checkpoint are quantized, and how.
 
 The two places that say so are `hf_quant_config.json` and the `quantization_config` of `config.json`, both in the form
 that modelopt writes. Names in them carry the family's prefix and may be patterns; here everything is canonical.
@@ -86,7 +86,7 @@ def _format_of(algo: Any, where: str, key: str) -> str:
         known = ", ".join(name for name in FORMAT_OF_ALGO if name)
         raise ValueError(
             f"{where}: {key} is {algo!r}, expected one of {known}, {MIXED_PRECISION}; "
-            "quantise the original checkpoint with `replayssm quantize` instead"
+            "quantize the original checkpoint with `replayssm quantize` instead"
         )
     return FORMAT_OF_ALGO[algo]
 
@@ -143,7 +143,7 @@ def read_formats(
         if method != "modelopt":
             raise ValueError(
                 f"{config_name}: quantization_config.quant_method is {method!r}, expected 'modelopt'; "
-                "quantise the original checkpoint with `replayssm quantize` instead"
+                "quantize the original checkpoint with `replayssm quantize` instead"
             )
         found.append(_parse(section, f"{config_name}: quantization_config", "ignore", "kv_cache_scheme"))
     if hf_quant_config is not None:

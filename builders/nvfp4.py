@@ -87,7 +87,7 @@ def amax(weight: torch.Tensor) -> torch.Tensor:
     low, high = torch.aminmax(weight)
     largest = torch.maximum(-low, high).float()
     if not torch.isfinite(largest):
-        raise ValueError("the weight holds NaN or infinity and cannot be quantised; repair the checkpoint")
+        raise ValueError("the weight holds NaN or infinity and cannot be quantized; repair the checkpoint")
     return largest
 
 

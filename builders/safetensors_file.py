@@ -35,6 +35,7 @@ DTYPES = {
 
 _DTYPE_NAMES = {value: key for key, value in DTYPES.items()}
 _ELEMENT_BYTES = {name: ELEMENT_BITS.get(name, 64) // 8 for name in DTYPES.values()}
+_WRITE_ELEMENTS = 2**24  # written in one piece: bounds the temporary copy of a conversion
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 _COPY_AGAIN = "the file is damaged or incomplete: copy or download it again"
 
@@ -191,16 +192,20 @@ class SafetensorsWriter:
         os.truncate(self._file, self.size)
         return self
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor; its dtype and shape must be the announced ones."""
+    def write(self, name: str, tensor: torch.Tensor, convert: bool = False) -> None:
+        """Write one tensor. Its shape must be the announced one, its dtype too unless `convert` allows rounding."""
         entry = self._entries[name]
         found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        if found != (entry.dtype, entry.shape):
+        if found[1] != entry.shape or (found[0] != entry.dtype and not convert):
             raise ValueError(f"{self.path}: tensor {name!r} is {found}, announced as {(entry.dtype, entry.shape)}")
         self._pending.remove(name)
-        if entry.nbytes:
-            raw = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()
-            _write_all(self._file, memoryview(raw), len(self._prefix) + entry.start)
+        position = len(self._prefix) + entry.start
+        if not entry.nbytes:
+            return
+        for piece in tensor.detach().reshape(-1).split(_WRITE_ELEMENTS):
+            raw = piece.to(getattr(torch, entry.dtype)).contiguous().cpu().view(torch.uint8).numpy()
+            _write_all(self._file, memoryview(raw), position)
+            position += raw.nbytes
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         os.close(self._file)

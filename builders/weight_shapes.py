@@ -1,4 +1,4 @@
-"""Names and shapes of every weight a model has on disk, and their bytes in each quantised format.
+"""Names and shapes of every weight a model has on disk, and their bytes in each quantized format.
 
 Names are canonical (see `formats.canonical_name`). Experts are listed one by one, as modelopt and the published
 checkpoints store them; `fused_experts` names the fused tensors that transformers and Qwen's checkpoints may hold.
@@ -27,7 +27,7 @@ Shapes = dict[str, Shape]
 
 
 def weight_shapes(config: ModelConfig, *, mtp: bool = True) -> Shapes:
-    """Shape of every unquantised weight by canonical name, in execution order; the draft head's last.
+    """Shape of every unquantized weight by canonical name, in execution order; the draft head's last.
 
     The vision tower of a multimodal checkpoint is not part of it.
     """
@@ -188,7 +188,7 @@ _NEVER_QUANTIZED = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "lm_
 
 
 def quantizable_modules(config: ModelConfig) -> tuple[str, ...]:
-    """Linear modules that a recipe may quantise: all projections but routers, gates, in_proj_a/b, lm_head and MTP."""
+    """Linear modules that a recipe may quantize: all projections but routers, gates, in_proj_a/b, lm_head and MTP."""
     modules = []
     for name, shape in weight_shapes(config, mtp=False).items():
         module = name.removesuffix(".weight")
@@ -230,7 +230,7 @@ def storage(shape: Shape, module_format: str, dtype: str = "bfloat16") -> dict[s
 
 
 def dense_dtype(name: str, dtype: str = "bfloat16") -> str:
-    """dtype in which an unquantised weight is stored: the router's correction bias is fp32 everywhere."""
+    """dtype in which an unquantized weight is stored: the router's correction bias is fp32 everywhere."""
     return "float32" if name.endswith("e_score_correction_bias") else dtype
 
 
@@ -240,7 +240,7 @@ def weight_bytes(
     """Stored bytes by dtype name, plus "total", of the language model (file headers and vision tower excluded).
 
     formats: format of a module by canonical name, as a mapping (modules not in it are dense) or a function; None takes
-    `config.formats`, what the checkpoint's own quantisation config declares. Unquantised weights count as bf16, the
+    `config.formats`, what the checkpoint's own quantization config declares. Unquantized weights count as bf16, the
     router's correction bias as fp32. An fp8 KV cache scheme adds one fp32 scale each for k and v of a layer.
     """
     if formats is None:

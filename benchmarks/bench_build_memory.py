@@ -1,0 +1,156 @@
+"""How much memory do the offline steps take, against the size of the checkpoint's largest shard?
+
+A checkpoint of a few GB with the widths of a published model, in several shards, is made in a temporary directory,
+every step runs in a process of its own, and its peaks are sampled from /proc: anonymous memory (what a machine must
+have) and resident memory (with file pages, which the kernel may drop at any time). One JSON line per figure.
+
+    python benchmarks/bench_build_memory.py --model nano --recipe nvfp4
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+ALLOWANCE_BYTES = 2 * 10**9
+"""Peak memory must stay below the largest shard plus this."""
+
+SAMPLE_SECONDS = 0.005
+COMMAND = [sys.executable, "-c", "from replayssm.scripts.cli import main; main()"]
+
+# Widths of the published models; fewer layers (and experts, vocabulary) make it a few GB.
+CHANGES = {
+    "nano": ("nano4b", {"hybrid_override_pattern": "M-M*-M-", "num_hidden_layers": 7}),
+    "super": (
+        "super120b",
+        {
+            "hybrid_override_pattern": "ME*E",
+            "num_hidden_layers": 4,
+            "n_routed_experts": 96,
+            "vocab_size": 32768,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Highest values during a command, in bytes, and its duration."""
+
+    anonymous: int
+    resident: int
+    seconds: float
+
+
+def measure(command: list[str]) -> Peak:
+    """Run a command and sample its memory (of the process itself; it must not do its work in children)."""
+    started = time.monotonic()
+    anonymous = resident = 0
+    with subprocess.Popen(command) as process:
+        while process.poll() is None:
+            for name, value in _status(process.pid):
+                if name == "RssAnon":
+                    anonymous = max(anonymous, value)
+                elif name == "VmHWM":
+                    resident = max(resident, value)
+            time.sleep(SAMPLE_SECONDS)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with exit code {process.returncode}")
+    return Peak(anonymous, resident, time.monotonic() - started)
+
+
+def _status(pid: int) -> Iterator[tuple[str, int]]:
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if value.endswith(" kB"):
+            yield name, int(value[:-3]) * 1024
+
+
+def make_checkpoint(model: str, directory: Path, shards: int) -> int:
+    """Write the synthetic checkpoint; the size of its largest shard."""
+    from replayssm.builders.calibration import calibration_text
+    from replayssm.builders.config import published_config, read_config, weight_bytes
+    from replayssm.builders.random_checkpoint import write_byte_tokenizer, write_random_checkpoint
+
+    name, changes = CHANGES[model]
+    config = {**published_config(name), **changes}
+    total = weight_bytes(read_config(config))["total"]
+    write_random_checkpoint(config, directory, max_shard_bytes=total // shards)
+    write_byte_tokenizer(directory, calibration_text(), 1000)
+    return max(path.stat().st_size for path in directory.glob("*.safetensors"))
+
+
+def _commit() -> str:
+    result = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return result.stdout.strip()
+
+
+@click.command()
+@click.option("--model", type=click.Choice(list(CHANGES)), multiple=True, default=list(CHANGES), show_default=True)
+@click.option(
+    "--recipe", multiple=True, default=["nvfp4", "nvfp4-w4a16", "fp8"], show_default=True, help="Recipes of quantize."
+)
+@click.option("--shards", default=6, show_default=True, help="Number of files, about.")
+@click.option("--directory", type=click.Path(path_type=Path), help="Where to make the temporary directory.")
+@click.option("--output", type=click.Path(path_type=Path), help="Append the JSON lines to this file too.")
+def main(model: tuple[str, ...], recipe: tuple[str, ...], shards: int, directory: Path | None, output: Path | None):
+    """Measure the peak memory of `replayssm quantize`."""
+    exceeded = False
+    for name in model:
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            source = Path(folder) / "checkpoint"
+            largest_shard = make_checkpoint(name, source, shards)
+            size = sum(path.stat().st_size for path in source.iterdir())
+            for item in recipe:
+                target = Path(folder) / "quantized"
+                command = ["quantize", "--checkpoint", str(source), "--output", str(target), "--recipe", item]
+                peak = measure(
+                    [sys.executable, "-c", "from replayssm.scripts.cli import main; main()", *command, "--overwrite"]
+                )
+                limit = largest_shard + ALLOWANCE_BYTES
+                exceeded |= peak.anonymous >= limit
+                line = json.dumps(
+                    {
+                        "benchmark": "build_memory",
+                        "op": f"quantize {item}",
+                        "geometry": f"{CHANGES[name][0]}, {CHANGES[name][1]['num_hidden_layers']} layers",
+                        "variant": "ours",
+                        "value": peak.anonymous,
+                        "unit": "bytes",
+                        "resident_bytes": peak.resident,
+                        "limit_bytes": limit,
+                        "largest_shard_bytes": largest_shard,
+                        "checkpoint_bytes": size,
+                        "seconds": round(peak.seconds, 1),
+                        "gpu": None,
+                        "commit": _commit(),
+                        "date": datetime.date.today().isoformat(),
+                        "correct": True,
+                    }
+                )
+                print(line, flush=True)
+                if output is not None:
+                    with output.open("a", encoding="utf-8") as file:
+                        file.write(line + "\n")
+    if exceeded:
+        raise SystemExit("peak memory exceeds the largest shard plus 2 GB")
+
+
+if __name__ == "__main__":
+    main()
