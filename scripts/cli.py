@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
 
 import click
 
@@ -37,19 +38,15 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
-    def invoke(self, ctx: click.Context) -> object:
-        if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
-            return super().invoke(ctx)
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        # Python code that runs a command with standalone_mode=False handles exceptions itself.
+        if not standalone_mode or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+            return super().main(*args, standalone_mode=standalone_mode, **extra)
         try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            # The reader of a pipe (head, less) went away: not an error of the user's. Python would complain once more
-            # when it flushes at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            ctx.exit(1)
+            return super().main(*args, **extra)
         except (ValueError, OSError) as error:
             click.echo(f"error: {_one_line(error)}", err=True)
-            ctx.exit(2)
+            sys.exit(2)
 
 
 def _one_line(error: Exception) -> str:

@@ -1,0 +1,111 @@
+"""The command group: quick help, lazy imports, one line for an error."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from replayssm.scripts import cli
+
+CONSOLE_SCRIPT = Path(sys.executable).with_name("replayssm")
+
+
+@pytest.fixture
+def runner():
+    return CliRunner()
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """`failing(error)` makes `replayssm doctor` raise it."""
+
+    def install(error):
+        @click.command()
+        def doctor():
+            raise error
+
+        monkeypatch.setattr(importlib.import_module("replayssm.scripts.doctor"), "doctor", doctor)
+
+    return install
+
+
+def test_help_lists_every_command(runner):
+    result = runner.invoke(cli.main, ["--help"])
+    assert result.exit_code == 0
+    for name, text in cli.COMMANDS.items():
+        assert name in result.stdout
+        assert text in result.stdout
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_exists_and_describes_itself(runner, name):
+    result = runner.invoke(cli.main, [name, "--help"])
+    assert result.exit_code == 0
+    assert f"Usage: main {name}" in result.stdout
+
+
+def test_version(runner):
+    result = runner.invoke(cli.main, ["--version"])
+    assert result.stdout == f"replayssm {metadata.version('replayssm-trt')}\n"
+
+
+def test_help_is_quick_and_imports_nothing_heavy():
+    """The best of three runs: the first may read files from a cold disk."""
+    code = (
+        "import sys; from replayssm.scripts.cli import main\n"
+        "main(['--help'], standalone_mode=False)\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'rich', 'numpy')))"
+    )
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.5
+
+
+@pytest.mark.parametrize("error", [ValueError("expected a,\n  got b"), OSError("no space left")])
+def test_bad_input_is_one_line_and_exit_code_2(runner, failing, monkeypatch, error):
+    monkeypatch.delenv(cli.DEBUG_VARIABLE, raising=False)
+    failing(error)
+    result = runner.invoke(cli.main, ["doctor"])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr == f"error: {' '.join(str(error).split())}\n"
+    monkeypatch.setenv(cli.DEBUG_VARIABLE, "1")
+    assert runner.invoke(cli.main, ["doctor"]).exception is error
+
+
+def test_other_errors_are_not_hidden(runner, failing):
+    failing(RuntimeError("a bug"))
+    result = runner.invoke(cli.main, ["doctor"])
+    assert isinstance(result.exception, RuntimeError)
+
+
+def test_callers_from_python_get_the_exception(failing):
+    failing(ValueError("x"))
+    with pytest.raises(ValueError, match="x"):
+        cli.main.main(["doctor"], standalone_mode=False)
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["build", "--nothing"], ["generate", "--engine", "/nowhere"]])
+def test_wrong_usage(runner, arguments):
+    result = runner.invoke(cli.main, arguments)
+    assert result.exit_code == 2
+    assert "Error: " in result.stderr
+
+
+def test_console_script():
+    result = subprocess.run([CONSOLE_SCRIPT, "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("replayssm ")
+    with subprocess.Popen([CONSOLE_SCRIPT, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
