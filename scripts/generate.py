@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def generate(
 
 def _read(path: Path) -> str:
     if str(path) == "-":
-        return click.get_text_stream("stdin").read()
+        return sys.stdin.read()
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -1,0 +1,77 @@
+"""`replayssm build` through click, with both spellings of its options."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from replayssm.plugins.manifest import read_manifest
+from replayssm.scripts.cli import main
+
+
+def build(*arguments):
+    return CliRunner().invoke(main, ["build", *map(str, arguments)])
+
+
+def test_options_reach_the_engine(tiny_checkpoint, tmp_path):
+    result = build(
+        *("--checkpoint", tiny_checkpoint("qwen"), "--output", tmp_path / "engine", "--target", "torch"),
+        *("--max-batch-size", 3, "--max-seq-len", 100, "--max-draft-len", 2, "--buffer-len", 5),
+        *("--state-dtype", "float16", "--readout-dtype", "same", "--dtype", "float32"),
+    )
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"{tmp_path / 'engine'}: qwen, ")
+    manifest = read_manifest(tmp_path / "engine")
+    assert (manifest.limits.max_batch_size, manifest.limits.max_seq_len, manifest.limits.max_draft_len) == (3, 100, 2)
+    replay = manifest.replay
+    assert (replay.buffer_len, replay.state_dtype, replay.activation_dtype) == (5, "float16", "float32")
+
+
+def test_tensorrt_llm_spellings(tiny_checkpoint, tmp_path):
+    result = build(
+        *("--checkpoint_dir", tiny_checkpoint("nano"), f"--output_dir={tmp_path / 'engine'}"),
+        *("--max_batch_size", 2, "--max_seq_len=64", "--max_draft_len", 1),
+    )
+    assert result.exit_code == 0
+    limits = read_manifest(tmp_path / "engine").limits
+    assert (limits.max_batch_size, limits.max_seq_len, limits.max_draft_len) == (2, 64, 1)
+
+
+def test_overwrite(tiny_checkpoint, tmp_path):
+    arguments = ("--checkpoint", tiny_checkpoint("nano"), "--output", tmp_path / "engine", "--max-seq-len")
+    assert build(*arguments, 32).exit_code == 0
+    result = build(*arguments, 64)
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "--overwrite" in result.stderr
+    assert build(*arguments, 64, "--overwrite").exit_code == 0
+    assert read_manifest(tmp_path / "engine").limits.max_seq_len == 64
+
+
+def test_useless_settings_are_warned_about(tiny_checkpoint, tmp_path):
+    result = build(
+        *("--checkpoint", tiny_checkpoint("nano"), "--output", tmp_path / "engine"),
+        *("--max-draft-len", 7, "--buffer-len", 4),
+    )
+    assert result.exit_code == 0
+    assert "warning: buffer_len 4 is shorter than max_window 8" in result.stderr
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "tensorrt-rtx"])
+def test_targets_of_later_versions(tiny_checkpoint, tmp_path, target):
+    result = build("--checkpoint", tiny_checkpoint("nano"), "--output", tmp_path / "engine", "--target", target)
+    assert result.exit_code == 2
+    assert (
+        result.stderr
+        == f"error: this version builds only the torch target, {target} follows later: use --target torch\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_not_a_checkpoint(tmp_path):
+    (tmp_path / "empty").mkdir()
+    result = build("--checkpoint", tmp_path / "empty", "--output", tmp_path / "engine")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert "config.json" in result.stderr

@@ -1,0 +1,212 @@
+"""`replayssm generate` through click, and the way from a checkpoint to text through the console script."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from replayssm.builders.engine import BuildOptions, build_engine
+from replayssm.runtime.engine import Engine
+from replayssm.runtime.generation import generate as generate_tokens
+from replayssm.runtime.session import Session
+from replayssm.scripts.cli import main
+
+CONSOLE_SCRIPT = Path(sys.executable).with_name("replayssm")
+PROMPT = "The state of a sequence"
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint, tmp_path_factory):
+    output = tmp_path_factory.mktemp("engines") / "nano"
+    build_engine(tiny_checkpoint("nano"), output, BuildOptions(max_batch_size=3, max_seq_len=128, max_draft_len=3))
+    return output
+
+
+def generate(engine, *arguments, stdin=None):
+    return CliRunner().invoke(main, ["generate", "--engine", str(engine), *map(str, arguments)], input=stdin)
+
+
+def expected(engine, prompt, count):
+    loaded = Engine.load(engine)
+    tokens = loaded.tokenizer(prompt)["input_ids"]
+    return generate_tokens(Session(loaded), [tokens], count, tokenizer=loaded.tokenizer)[0]
+
+
+def test_text_and_summary(engine):
+    result = generate(engine, "--prompt", PROMPT, "--max-new-tokens", 20)
+    assert result.exit_code == 0
+    assert result.stdout == expected(engine, PROMPT, 20).text + "\n"
+    assert result.stderr.count("\n") == 1
+    assert "+ 20 tokens, finished by length" in result.stderr
+    assert "tokens/s" in result.stderr
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "mtp"])
+def test_json(engine, draft):
+    plain = expected(engine, PROMPT, 20)
+    result = generate(engine, "--prompt", PROMPT, "--max_new_tokens", 20, "--draft", draft, "--json")
+    assert result.exit_code == 0
+    value = json.loads(result.stdout)
+    assert list(value) == [
+        "prompt_token_ids", "token_ids", "text", "finish_reason", "acceptance_length", "timing"
+    ]  # fmt: skip
+    assert value["prompt_token_ids"] == plain.prompt_token_ids
+    assert value["token_ids"] == plain.token_ids
+    assert value["text"] == plain.text
+    assert value["finish_reason"] == "length"
+    assert value["acceptance_length"] >= 1.0
+    assert value["timing"].keys() == {"prefill_s", "decode_s", "tokens_per_s"}
+
+
+def test_several_prompts(engine, tmp_path):
+    (tmp_path / "prompt.txt").write_text("rewritten when its ring is full", encoding="utf-8")
+    arguments = ("--prompt", PROMPT, "--prompt-file", tmp_path / "prompt.txt", "--prompt-file", "-")
+    result = generate(engine, *arguments, "--max-new-tokens", 9, "--json", stdin="is read")
+    values = json.loads(result.stdout)
+    for value, prompt in zip(values, (PROMPT, "rewritten when its ring is full", "is read"), strict=True):
+        assert value["token_ids"] == expected(engine, prompt, 9).token_ids
+    result = generate(engine, *arguments, "--max-new-tokens", 9, stdin="is read")
+    assert [f"[{index}] " in result.stdout for index in (1, 2, 3)] == [True] * 3
+    assert result.stderr.count("\n") == 3
+
+
+def test_more_prompts_than_slots(engine):
+    arguments = [item for index in range(5) for item in ("--prompt", f"{index}")]
+    result = generate(engine, *arguments, "--max-new-tokens", 3, "--json")
+    assert [len(value["token_ids"]) for value in json.loads(result.stdout)] == [3] * 5
+
+
+def test_stream(engine):
+    result = generate(engine, "--prompt", PROMPT, "--max-new-tokens", 20, "--stream", "--draft", "ngram")
+    assert result.exit_code == 0
+    assert result.stdout == expected(engine, PROMPT, 20).text + "\n"
+
+
+def test_sampling_is_reproducible(engine):
+    def run(seed):
+        arguments = ("--temperature", 1.5, "--top-k", 50, "--top-p", 0.99, "--min-p", 0.001, "--seed", seed, "--json")
+        return json.loads(generate(engine, "--prompt", PROMPT, "--max-new-tokens", 20, *arguments).stdout)["token_ids"]
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_stop_and_end_token(engine):
+    plain = expected(engine, PROMPT, 20)
+    stop = plain.text[5]
+    result = generate(engine, "--prompt", PROMPT, "--max-new-tokens", 20, "--stop", stop, "--json")
+    value = json.loads(result.stdout)
+    assert value["finish_reason"] == "stop"
+    assert value["text"] == plain.text[: plain.text.index(stop)]
+    result = generate(engine, "--prompt", PROMPT, "--max-new-tokens", 20, "--ignore-eos", "--json")
+    assert len(json.loads(result.stdout)["token_ids"]) == 20
+
+
+def test_chat(engine, tiny_checkpoint, tmp_path):
+    result = generate(engine, "--prompt", "is read", "--chat")
+    assert (result.exit_code, result.stderr) == (2, "error: the checkpoint has no chat template: leave out --chat\n")
+    checkpoint = shutil.copytree(tiny_checkpoint("nano"), tmp_path / "nano")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    (checkpoint / "chat_template.jinja").write_text(template)
+    build_engine(checkpoint, tmp_path / "engine", BuildOptions(max_seq_len=128))
+    result = generate(tmp_path / "engine", "--prompt", "is read", "--chat", "--max-new-tokens", 5, "--json")
+    value = json.loads(result.stdout)
+    assert value["token_ids"] == expected(engine, "user: is read\nassistant:", 5).token_ids
+
+
+def damaged(engine, tmp_path, damage):
+    return damage(shutil.copytree(engine, tmp_path / "engine"))
+
+
+def truncate(directory):
+    path = next((directory / "weights").iterdir())
+    path.write_bytes(path.read_bytes()[:-1])
+    return directory
+
+
+def flip(directory):
+    path = next((directory / "weights").iterdir())
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("damage", "arguments", "message"),
+    [
+        (truncate, (), "the manifest says"),
+        (flip, ("--verify",), "SHA-256"),
+        (lambda directory: (directory / "networks.json").unlink() or directory, (), "is missing"),
+        (lambda directory: directory / "weights", (), "has no config.json"),
+    ],
+)
+def test_damaged_engine(engine, tmp_path, damage, arguments, message):
+    result = generate(damaged(engine, tmp_path, damage), "--prompt", PROMPT, *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "at least one --prompt"),
+        (("--prompt", ""), "prompt 0 is empty"),
+        (("--prompt", "is read " * 100), "max_seq_len is 128"),
+        (("--prompt", "a", "--max-new-tokens", 0), "max_new_tokens must be at least 1"),
+        (("--prompt", "a", "--temperature", -1), "temperature must be"),
+        (("--prompt", "a", "--draft", "ngram", "--draft-len", 9), "draft_len must be between 1"),
+        (("--prompt", "a", "--draft-len", 2), "--draft-len needs --draft"),
+        (("--prompt", "a", "--prompt", "b", "--stream"), "--stream goes with one prompt"),
+        (("--prompt-file", "/nowhere"), "does not exist"),
+        (("--prompt", "a", "--draft", "oracle"), "'oracle' is not one of"),
+    ],
+)
+def test_bad_input(engine, arguments, message):
+    result = generate(engine, *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert message in result.stderr
+
+
+def test_prompt_file_that_is_not_text(engine, tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    result = generate(engine, "--prompt-file", tmp_path / "binary")
+    assert result.exit_code == 2
+    assert "not UTF-8" in result.stderr
+
+
+def test_from_checkpoint_to_text_in_a_terminal(tiny_checkpoint, tmp_path):
+    """The two commands as a user types them, offline, in an empty home directory."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+    def run(*arguments):
+        return subprocess.run(
+            [CONSOLE_SCRIPT, *map(str, arguments)], capture_output=True, text=True, check=True, env=environment
+        )
+
+    run("build", "--checkpoint", tiny_checkpoint("qwen"), "--output", tmp_path / "engine", "--max-draft-len", 2)
+    arguments = (
+        "--engine",
+        tmp_path / "engine",
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        12,
+        "--draft",
+        "mtp",
+        "--json",
+    )
+    result = run("generate", *arguments)
+    assert len(json.loads(result.stdout)["token_ids"]) == 12
+    assert result.stderr == ""
