@@ -1,9 +1,10 @@
 """The only place that launches kernels.
 
-Each operator has one function here with the operator's signature plus `out`. A call checks its arguments (host work that
-a replayed CUDA graph does not repeat), builds the argument list and makes one driver call on the caller's current stream.
-Nothing is allocated (but `out`, if it is not given) and nothing synchronises, so launches can be captured in CUDA graphs.
-The first launch of a variant compiles and loads it, which must happen before a capture: one eager call does it.
+Each operator has one function here with the operator's signature plus `out`. A call checks its arguments (host work
+that a replayed CUDA graph does not repeat), builds the argument list and makes one driver call on the caller's current
+stream. Nothing is allocated (but `out`, if it is not given) and nothing synchronises, so launches can be captured in
+CUDA graphs. The first launch of a variant compiles and loads it, which must happen before a capture: one eager call
+does it.
 
 Argument order of every kernel: inputs, int32 scalars, outputs; state parts are in place and appear in both groups.
 """
@@ -50,7 +51,7 @@ def mamba2_window(
     """
     config = config or geo.window_config(state.geometry, state.settings, device_arch(x.device))
     out = torch.zeros_like(x, memory_format=torch.contiguous_format) if out is None else out
-    _launch(
+    launch(
         config,
         mamba2_arguments(
             x,
@@ -91,7 +92,7 @@ def gdn_window(
     """`reference.gdn_window` on a GPU; `out` [T, Hv, dv] and `config` as for `mamba2_window`."""
     config = config or geo.window_config(state.geometry, state.settings, device_arch(v.device))
     out = torch.zeros_like(v, memory_format=torch.contiguous_format) if out is None else out
-    _launch(
+    launch(
         config,
         gdn_arguments(
             q,
@@ -126,7 +127,7 @@ def causal_conv1d_window(
     """`reference.causal_conv1d_window` on a GPU; `out` [T, C] as for `mamba2_window`."""
     config = geo.conv_config(state.geometry, state.settings, bias is not None, str(weight.dtype).removeprefix("torch."))
     out = torch.zeros_like(x, memory_format=torch.contiguous_format) if out is None else out
-    _launch(
+    launch(
         config,
         conv_arguments(x, weight, bias, state, (seq_lens, window_starts, window_lens, state_batch_indices), out),
         x.device,
@@ -276,21 +277,20 @@ def device_arch(device: torch.device) -> int:
 class LoadedKernel:
     """A kernel on one device, and the buffers through which its arguments pass."""
 
-    def __init__(self, config: KernelConfig, device: torch.device) -> None:
+    def __init__(self, config: KernelConfig, image: bytes) -> None:
+        """Load `image`, a cubin for the current device."""
         from cuda.bindings import driver
 
-        self._driver = driver
-        target = geo.compile_target(device_arch(device))
-        compiled = compile_kernel(config.kernel, dict(config.defines), target)
-        torch.cuda.current_stream(device)  # makes the device's primary context current
-        self._module = self._check(driver.cuModuleLoadData(compiled.image))
+        self._driver, self.config = driver, config
+        self._module = self._check(driver.cuModuleLoadData(image))
         self._function = self._check(driver.cuModuleGetFunction(self._module, config.kernel.encode()))
         if config.shared_bytes > geo.EMBEDDED_SHARED_BYTES:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._check(driver.cuFuncSetAttribute(self._function, attribute, config.shared_bytes))
-        self.config = config
 
-    def __call__(self, arguments: list[Argument], rows: int, grid_z: int, stream: int) -> None:
+    def __call__(
+        self, arguments: list[Argument], rows: int, grid_z: int, stream: int, blocks_x: int | None = None
+    ) -> None:
         count = len(arguments)
         # The driver copies the values during the call, so both buffers may be temporary.
         values = (ctypes.c_uint64 * count)(
@@ -305,14 +305,14 @@ class LoadedKernel:
         self._check(
             self._driver.cuLaunchKernel(
                 self._function,
-                config.blocks_x,
+                blocks_x or config.blocks_x,
                 rows,
                 grid_z,
                 config.threads,
                 1,
                 1,
                 config.shared_bytes,
-                stream,
+                self._driver.CUstream(stream),
                 ctypes.addressof(pointers),
                 0,
             )
@@ -329,10 +329,13 @@ class LoadedKernel:
 @cache
 def load_kernel(config: KernelConfig, device: torch.device) -> LoadedKernel:
     """The kernel, compiled and loaded on first use."""
-    return LoadedKernel(config, device)
+    compiled = compile_kernel(config.kernel, dict(config.defines), geo.compile_target(device_arch(device)))
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes the device's primary context current
+        return LoadedKernel(config, compiled.image)
 
 
-def _launch(config: KernelConfig, arguments: list[Argument], device: torch.device, rows: int, grid_z: int = 1) -> None:
+def launch(config: KernelConfig, arguments: list[Argument], device: torch.device, rows: int, grid_z: int = 1) -> None:
     if rows == 0:
         return
     for argument in arguments:

@@ -8,13 +8,13 @@ entry is compiled again.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 KERNEL_DIR = Path(__file__).parent / "kernels"
@@ -42,18 +42,18 @@ class CompiledKernel:
     key: str
 
 
-@cache
-def kernel_source(name: str) -> str:
-    """Source of kernels/`name`.cu with its includes spliced in, each file once."""
+@functools.cache
+def kernel_source(name: str, directory: Path = KERNEL_DIR) -> str:
+    """Source of `directory`/`name`.cu with its includes spliced in, each file once."""
     seen: set[str] = set()
 
     def splice(file_name: str) -> str:
         if file_name in seen:
             return ""
         seen.add(file_name)
-        path = KERNEL_DIR / file_name
+        path = directory / file_name
         if not path.is_file():
-            raise ValueError(f"kernel source {file_name!r} does not exist in {KERNEL_DIR}")
+            raise ValueError(f"kernel source {file_name!r} does not exist in {directory}")
         text = path.read_text().replace("#pragma once\n", "")
         # `#line` keeps compiler messages pointing at the file that a line came from.
         text = _INCLUDE.sub(lambda match: splice(match[1]) or "\n", text)
@@ -70,7 +70,7 @@ def cache_dir() -> Path:
     return Path(base) / "replayssm" / "kernels"
 
 
-@cache
+@functools.cache
 def compiler_version() -> tuple[int, int]:
     """(major, minor) of the NVRTC that is loaded."""
     nvrtc = _nvrtc()
@@ -78,23 +78,28 @@ def compiler_version() -> tuple[int, int]:
 
 
 def compile_kernel(
-    name: str, defines: Mapping[str, int | str], arch: int, kind: str = "cubin", directory: Path | None = None
+    name: str,
+    defines: Mapping[str, int | str],
+    arch: int,
+    kind: str = "cubin",
+    cache: Path | None = None,
+    source_dir: Path = KERNEL_DIR,
 ) -> CompiledKernel:
-    """Compile kernels/`name`.cu for compute capability `arch`, or fetch it from the cache.
+    """Compile `source_dir`/`name`.cu for compute capability `arch`, or fetch it from the cache.
 
-    defines: preprocessor constants. kind: "ptx" or "cubin". directory: the cache, `cache_dir()` by default.
+    defines: preprocessor constants. kind: "ptx" or "cubin". cache: its folder, `cache_dir()` by default.
     Raises KernelCompileError with the compiler's log, ValueError for an unknown architecture or kind.
     """
     if arch not in ARCHITECTURES:
         raise ValueError(f"architecture {arch} is not supported; expected one of {', '.join(map(str, ARCHITECTURES))}")
     if kind not in ("ptx", "cubin"):
         raise ValueError(f'kind must be "ptx" or "cubin", got {kind!r}')
-    source = kernel_source(name)
+    source = kernel_source(name, source_dir)
     options = kernel_options(defines, arch, kind)
     version = ".".join(map(str, compiler_version()))
     text = "\0".join((name, source, *options, str(arch), kind, version))
     key = hashlib.sha256(text.encode()).hexdigest()
-    path = (directory or cache_dir()) / f"{name}-{arch}-{key[:32]}.{kind}"
+    path = (cache or cache_dir()) / f"{name}-{arch}-{key[:32]}.{kind}"
     cached = _read_entry(path)
     if cached is None:
         cached = _compile(name, source, options, kind)

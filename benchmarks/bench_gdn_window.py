@@ -1,0 +1,27 @@
+"""How close the gdn window kernels come to the memory roofline, and how they compare with the plain baseline.
+
+    python benchmarks/bench_gdn_window.py [--batches 1,16,64] [--windows 1,5] [--state-dtypes float32]
+
+Run it where `replayssm` is installed and a GPU is present. Results go to benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from window_layers import run
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometries", default="qwen4b,qwen122b")
+    parser.add_argument("--batches", default="1,16,64,256,512")
+    parser.add_argument("--windows", default="1,5")
+    parser.add_argument("--state-dtypes", default="float32,float16")
+    arguments = parser.parse_args()
+    run(
+        "gdn_window",
+        arguments.geometries.split(","),
+        [int(value) for value in arguments.batches.split(",")],
+        [int(value) for value in arguments.windows.split(",")],
+        arguments.state_dtypes.split(","),
+    )

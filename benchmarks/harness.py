@@ -1,0 +1,153 @@
+"""Shared by the kernel benchmarks: timing by CUDA-graph replay, memory ceilings, and result lines.
+
+Method. A figure is the median over replays of one captured graph, divided by the launches in it. Launches rotate over
+slot sets until the state they touch exceeds `COLD_BYTES` (several times any L2), so each finds its state in memory, not
+in the cache; inputs and outputs are small and reused, as activations are. The ring advances: the graph holds a whole
+flush cycle with the positions of every step, and what a replay changes (checkpoint positions) is put back between
+replays, outside the timed region. Bytes are the least that a step must move, from the real tensors' element sizes. The
+ceiling is the best of several plain read (and read-modify-write) kernels on the same amount of memory in the same run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from replayssm.plugins import launch
+from replayssm.plugins.geometry import KernelConfig, compile_target
+from replayssm.plugins.nvrtc import compile_kernel
+
+COLD_BYTES = 512 << 20
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds per launch."""
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+
+
+def time_graph(
+    launches: list[Callable[[], None]],
+    restore: Callable[[], None] = lambda: None,
+    min_ms: float = 20.0,
+    min_replays: int = 7,
+) -> Timing:
+    """Time per launch of a graph of `launches`; `restore` runs before each replay and is not timed."""
+    restore()
+    launches[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for one in launches:
+            one()
+
+    def replay() -> float:
+        restore()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3 / len(launches)
+
+    first = max(replay(), 1e-3)
+    count = max(min_replays, min(60, int(min_ms * 1e3 / (first * len(launches)))))
+    times = sorted(replay() for _ in range(count))
+    return Timing(times[count // 2], times[count // 10], times[count - 1 - count // 10])
+
+
+class _Ceiling:
+    """One plain memory kernel, loaded."""
+
+    def __init__(self, threads: int, unroll: int, write: bool) -> None:
+        self.block_bytes = threads * unroll * 16
+        defines = {"THREADS": threads, "UNROLL": unroll, "WRITE": int(write)}
+        self.config = KernelConfig("memory_ceiling", tuple(defines.items()), 0, threads, 0)
+        target = compile_target(launch.device_arch(torch.device("cuda", 0)))
+        compiled = compile_kernel("memory_ceiling", defines, target, source_dir=Path(__file__).parent)
+        self.kernel = launch.LoadedKernel(self.config, compiled.image)
+
+    def __call__(self, data: torch.Tensor) -> None:
+        blocks = data.numel() * data.element_size() // self.block_bytes
+        self.kernel([data, data], 1, 1, torch.cuda.current_stream().cuda_stream, blocks_x=blocks)
+
+
+@cache
+def _ceiling_kernels(write: bool) -> list[_Ceiling]:
+    return [_Ceiling(threads, unroll, write) for threads, unroll in ((512, 4), (128, 16), (256, 8), (128, 4))]
+
+
+def ceilings(nbytes: int, pool: torch.Tensor) -> dict[str, float]:
+    """GB/s over `nbytes` of `pool`: {"read": ..., "rmw": ...}, the latter counting bytes read and written."""
+    unit = 128 << 10
+    size = max(unit, nbytes // unit * unit)
+    flat = pool.view(torch.uint8).flatten()
+    sets = max(1, min(flat.numel() // size, -(-COLD_BYTES // size), 64))
+    parts = [flat[i * size : (i + 1) * size] for i in range(sets)]
+    result = {}
+    for kind, write in (("read", False), ("rmw", True)):
+        best = min(
+            time_graph([lambda part=part, kernel=kernel: kernel(part) for part in parts], min_ms=8).median_us
+            for kernel in _ceiling_kernels(write)
+        )
+        result[kind] = size * (2 if write else 1) / best / 1e3
+    return result
+
+
+@cache
+def environment() -> dict[str, str]:
+    """GPU, commit and date of a result line."""
+    root = Path(__file__).parent
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        commit = ""
+    return {
+        "gpu": torch.cuda.get_device_name(0),
+        "commit": commit or "unknown",
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+class Results:
+    """Appends one JSON object per figure to results/<benchmark>-<gpu>-<date>.jsonl and prints a short line."""
+
+    def __init__(self, benchmark: str, directory: Path | None = None) -> None:
+        self.benchmark = benchmark
+        gpu = environment()["gpu"].lower().replace(" ", "-")
+        self.path = (directory or RESULTS) / f"{benchmark}-{gpu}-{environment()['date'][:10]}.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, timing: Timing, nbytes: float, ceiling_gb_s: float, **fields) -> dict:
+        gb_s = nbytes / timing.median_us / 1e3
+        line = {
+            "benchmark": self.benchmark,
+            **fields,
+            "median_us": round(timing.median_us, 3),
+            "p10_us": round(timing.p10_us, 3),
+            "p90_us": round(timing.p90_us, 3),
+            "bytes": int(nbytes),
+            "gb_s": round(gb_s, 1),
+            "ceiling_gb_s": round(ceiling_gb_s, 1),
+            **environment(),
+        }
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(
+            f"{fields['geometry']:9s} {fields['variant']:12s} B={fields['batch']:4d} W={fields['window']} "
+            f"{fields['state_dtype']:8s} fill={fields['fill']!s:6s} {timing.median_us:8.1f} us {gb_s:6.0f} GB/s "
+            f"{100 * gb_s / ceiling_gb_s:5.1f} %",
+            flush=True,
+        )
+        return line

@@ -1,0 +1,235 @@
+"""Decode, verify and flush of one replay layer: our kernels and our plain baseline over batch sizes and fill levels."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import torch
+from harness import COLD_BYTES, Results, ceilings, time_graph
+
+from replayssm.plugins import geometry as geo
+from replayssm.plugins import launch, reference
+from replayssm.plugins.contract import GdnGeometry, Geometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.state import LayerState, allocate_state, torch_dtype
+
+POSITION = 1000
+"""seq_len of every row in the first step; history lies behind it."""
+
+GEOMETRIES: dict[str, Geometry] = {
+    "nano4b": Mamba2Geometry(96, 80, 128, 8),
+    "super120b": Mamba2Geometry(128, 64, 128, 8),
+    "qwen4b": GdnGeometry(16, 32, 128, 128),
+    "qwen122b": GdnGeometry(16, 64, 128, 128),
+}
+
+
+class Layer:
+    """A layer's state, random inputs of a batch, and launches at given histories."""
+
+    def __init__(self, geometry: Geometry, settings: ReplaySettings, batch: int, window: int, cta_rows=None) -> None:
+        self.geometry, self.settings, self.batch, self.window = geometry, settings, batch, window
+        state_bytes = allocate_state(geometry, settings, 1)["checkpoint"].nbytes * batch
+        self.sets = max(1, min(64, -(-COLD_BYTES // state_bytes)))
+        self.state = allocate_state(geometry, settings, batch * self.sets, "cuda")
+        for tensor in self.state.tensors.values():
+            if tensor.is_floating_point():
+                tensor.normal_()
+        for name in ("ring_dt", "ring_g"):
+            if name in self.state.tensors:
+                self.state[name].uniform_(0.0, 0.05)
+        if "ring_g" in self.state.tensors:
+            self.state["ring_g"].neg_()
+        act, tokens = torch_dtype(settings.activation_dtype), batch * window
+        heads = geometry.state_shape[0]
+        g = geometry
+        if isinstance(g, Mamba2Geometry):
+            shapes = [(g.nheads, g.headdim), (g.nheads,), (g.ngroups, g.dstate), (g.ngroups, g.dstate)]
+        else:
+            keys = (g.num_k_heads, g.head_k_dim)
+            shapes = [keys, keys, (g.num_v_heads, g.head_v_dim), (g.num_v_heads,), (g.num_v_heads,)]
+        self.inputs = [torch.randn(tokens, *shape, device="cuda").to(act) for shape in shapes]
+        A_log, D, bias = torch.rand(heads), torch.randn(heads), torch.rand(heads) - 4
+        constants = (A_log, D, bias) if isinstance(g, Mamba2Geometry) else (A_log, bias)
+        self.constants = [constant.cuda() for constant in constants]
+        self.out = torch.empty(tokens, *g.state_shape[:2], device="cuda", dtype=act)
+        self.config = geo.window_config(
+            geometry, settings, launch.device_arch(torch.device("cuda", 0)), False, cta_rows
+        )
+        self.starts = torch.arange(batch, device="cuda", dtype=torch.int32) * window
+        self.lens = torch.full((batch,), window, device="cuda", dtype=torch.int32)
+        self.slots = [(torch.arange(batch, device="cuda") + i * batch).to(torch.int32) for i in range(self.sets)]
+
+    def launches(self, offsets: list[int]):
+        """One launch per (offset, slot set) at seq_len POSITION + offset."""
+        function = launch.mamba2_window if isinstance(self.geometry, Mamba2Geometry) else launch.gdn_window
+        calls = []
+        for offset in offsets:
+            seq_lens = torch.full((self.batch,), POSITION + offset, device="cuda", dtype=torch.int32)
+            for slots in self.slots:
+                calls.append(
+                    lambda seq_lens=seq_lens, slots=slots: function(
+                        *self.inputs,
+                        *self.constants,
+                        self.state,
+                        seq_lens,
+                        self.starts,
+                        self.lens,
+                        slots,
+                        0,
+                        out=self.out,
+                        config=self.config,
+                    )
+                )
+        return calls
+
+    def set_history(self, history: torch.Tensor) -> None:
+        """history [batch] or scalar tensor: committed tokens behind POSITION, the same in every slot set."""
+        if "checkpoint_position" in self.state.tensors:
+            positions = (POSITION - history.expand(self.batch)).to(torch.int32).repeat(self.sets)
+            self.state["checkpoint_position"].copy_(positions.cuda()[:, None, None])
+
+    def step_bytes(self, histories: torch.Tensor) -> float:
+        """Mean least bytes of a step whose rows have these histories before it (any shape)."""
+        state = self.state
+        slot = {name: tensor.nbytes / tensor.shape[0] for name, tensor in state.tensors.items()}
+        fixed = sum(tensor.nbytes for tensor in self.inputs) + self.out.nbytes
+        if self.settings.is_baseline:
+            writes = (
+                slot["checkpoint"] if self.window == 1 else slot["snapshots"] / self.settings.max_window * self.window
+            )
+            return fixed + self.batch * (slot["checkpoint"] + writes)
+        entry = sum(size for name, size in slot.items() if name.startswith("ring")) / self.settings.ring_len
+        flushes = ((histories > 0) & (histories + self.window > self.settings.buffer_len)).double().mean()
+        rows = slot["checkpoint"] * (1 + flushes) + entry * (histories.double().mean() + self.window)
+        return float(fixed + self.batch * rows)
+
+
+def histories_of_cycle(start: torch.Tensor, steps: int, window: int, advance: int, buffer_len: int) -> torch.Tensor:
+    """History of every row before each step: [steps, rows]."""
+    history, out = start.clone(), []
+    for _ in range(steps):
+        out.append(history.clone())
+        flushed = (history > 0) & (history + window > buffer_len)
+        history = torch.where(flushed, 0, history) + advance
+    return torch.stack(out)
+
+
+def measure(
+    results: Results,
+    name: str,
+    settings: ReplaySettings,
+    batch: int,
+    window: int,
+    fill,
+    advance: int,
+    ceiling: dict[str, float],
+    correct: bool,
+    cta_rows=None,
+    variant: str = "ours",
+) -> dict:
+    """One figure. fill: "desync" (a cycle of steps, rows at random fill), "flush" or a history length."""
+    layer = Layer(GEOMETRIES[name], settings, batch, window, cta_rows)
+    L = settings.buffer_len
+    if settings.is_baseline:
+        history, offsets = torch.zeros(1, dtype=torch.int64), [0]
+        cycle = history[None]
+    elif fill == "desync":
+        # Fill levels that a row meets right before a step, once every row has flushed.
+        levels = list(range(advance, L - window + advance + 1, advance))
+        history = torch.tensor(levels)[torch.randint(len(levels), (batch,))]
+        steps = len(levels) * max(1, 16 // len(levels))
+        offsets = [advance * i for i in range(steps)]
+        cycle = histories_of_cycle(history, steps, window, advance, L)
+    else:
+        history = torch.tensor([L - window + 1 if fill == "flush" else fill])
+        offsets, cycle = [0], history[None]
+    timing = time_graph(layer.launches(offsets), lambda: layer.set_history(history))
+    assert int(layer.state.error_flag) == 0, "the kernel met an invalid row"
+    kind = "rmw" if settings.is_baseline or fill == "flush" else "read"
+    return results.add(
+        timing,
+        layer.step_bytes(cycle),
+        ceiling[kind],
+        op=layer.config.kernel,
+        geometry=name,
+        batch=batch,
+        window=window,
+        state_dtype=settings.state_dtype,
+        readout_dtype=settings.readout_dtype,
+        L=L,
+        fill=fill,
+        variant=variant,
+        cta_rows=dict(layer.config.defines)["CTA_ROWS"],
+        correct=correct,
+    )
+
+
+def check(name: str, settings: ReplaySettings, window: int, cta_rows=None) -> bool:
+    """One mixed step (plain, flushing, fresh) against the reference at the real geometry."""
+    layer = Layer(GEOMETRIES[name], settings, 3, window, cta_rows)
+    state = LayerState(
+        layer.geometry, settings, {k: v[:3].clone() for k, v in layer.state.tensors.items()}, layer.state.error_flag
+    )
+    L = settings.buffer_len
+    if "checkpoint_position" in state.tensors:
+        behind = torch.tensor([max(1, L - window + 1), 3, L // 2], device="cuda", dtype=torch.int32)
+        state["checkpoint_position"].copy_((POSITION - behind)[:, None, None])
+    index = [
+        torch.tensor(v, device="cuda", dtype=torch.int32)
+        for v in ([POSITION, POSITION, 0], [0, window, 2 * window], [window] * 3, [2, 0, 1])
+    ]
+    host = LayerState(
+        layer.geometry, settings, {k: v.cpu() for k, v in state.tensors.items()}, torch.zeros(1, dtype=torch.int32)
+    )
+    mamba = isinstance(layer.geometry, Mamba2Geometry)
+    function, plain = (
+        (launch.mamba2_window, reference.mamba2_window) if mamba else (launch.gdn_window, reference.gdn_window)
+    )
+    out = function(*layer.inputs, *layer.constants, state, *index, 0, config=layer.config).cpu().double()
+    expected = plain(
+        *(t.cpu() for t in layer.inputs), *(t.cpu() for t in layer.constants), host, *(t.cpu() for t in index), 0
+    ).double()
+    error = float((out - expected).norm() / expected.norm())
+    kept = state["checkpoint"].double().cpu()
+    state_error = float((kept - host["checkpoint"].double()).norm() / host["checkpoint"].double().norm())
+    # bf16 outputs agree but for roundings that fall differently (1 ulp is 2^-8); fp32 states to a few ulp.
+    limit = 1e-5 if settings.state_dtype == "float32" else 1e-3
+    ok = error < 1e-3 and state_error < limit
+    errors = f"out {error:.1e} state {state_error:.1e}"
+    print(f"check {name} W={window} {settings.state_dtype} L={L}: {errors} {'ok' if ok else 'WRONG'}", flush=True)
+    return ok
+
+
+def run(
+    benchmark: str,
+    names: list[str],
+    batches: list[int],
+    windows: list[int],
+    state_dtypes: list[str],
+    directory: Path | None = None,
+    deadline: float | None = None,
+) -> None:
+    """All figures of some geometries, in the order of their importance; stops at `deadline` (time.monotonic)."""
+    results = Results(benchmark, directory)
+    pool = torch.randn(544 << 20, device="cuda")
+    limits = {batch: ceilings(batch * (4 << 20), pool) for batch in batches}
+    for batch, limit in limits.items():
+        print(f"ceiling at {4 * batch} MiB: read {limit['read']:.0f} GB/s, read-modify-write {limit['rmw']:.0f} GB/s")
+    del pool
+    for name in names:
+        for state_dtype in state_dtypes:
+            for window in windows:
+                settings = ReplaySettings(buffer_len=16, max_window=window, state_dtype=state_dtype)
+                plain = dataclasses.replace(settings, buffer_len=0)
+                ok, plain_ok = check(name, settings, window), check(name, plain, window)
+                for batch in batches:
+                    advance = 1 if window == 1 else 3
+                    for fill in ("desync", 8, "flush"):
+                        if deadline and time.monotonic() > deadline:
+                            return
+                        measure(results, name, settings, batch, window, fill, advance, limits[batch], ok)
+                    measure(
+                        results, name, plain, batch, window, "flush", advance, limits[batch], plain_ok, variant="plain"
+                    )

@@ -1,0 +1,111 @@
+"""CUDA implementations behind the operators of `plugins.torch_ops`.
+
+`register()` makes the kernels serve CUDA tensors; it compiles nothing until an operator is called. Decode, verify and
+prefill rows run in one launch per operator. Prefill rows are computed token by token inside the same kernels: correct,
+but far from what chunked tensor-core kernels will reach (they are not written yet).
+
+Sizes and formats without a kernel (see `geometry.UnsupportedGeometryError`) run the PyTorch reference on the CPU with
+copies both ways: correct, slow, not capturable; a warning says so once per layer type. Attention has no kernel of its
+own here and takes the same path.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache, wraps
+
+import torch
+
+from replayssm.plugins import launch, reference
+from replayssm.plugins.geometry import UnsupportedGeometryError
+from replayssm.plugins.state import LayerState
+from replayssm.plugins.torch_ops import register_implementation
+
+
+@cache
+def register() -> None:
+    """Serve the operators' CUDA tensors. Idempotent."""
+    for name in ("mamba2_window", "gdn_window", "causal_conv1d_window", "attention_window"):
+        register_implementation(name, "cuda", globals()[name])
+
+
+def _float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float32 and tensor.is_contiguous() else tensor.float().contiguous()
+
+
+def _int32(index: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.to(torch.int32).contiguous() for tensor in index)
+
+
+def _token_rows(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor` [T, ...] as the kernels read it: a copy only where a token is not dense or not on a 16-byte boundary."""
+    tensor = tensor.to(dtype)
+    dense = tensor[:1].is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.stride(0) % 8 == 0
+    return tensor if dense or tensor.shape[0] == 0 else tensor.contiguous()
+
+
+def _or_reference(name: str) -> Callable[[Callable], Callable]:
+    """Run the reference where the decorated function raises UnsupportedGeometryError."""
+
+    def decorate(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @wraps(function)
+        def wrapped(*args):
+            try:
+                return function(*args)
+            except UnsupportedGeometryError as error:
+                return _reference(name, str(error), *args)
+
+        return wrapped
+
+    return decorate
+
+
+@cache
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
+
+
+def _reference(name: str, reason: str, *args) -> torch.Tensor:
+    """The reference on copies of everything, then the state copied back."""
+    _warn(f"{name} runs its PyTorch reference on the CPU, which is slow: {reason}")
+    device = next(arg for arg in args if isinstance(arg, torch.Tensor)).device
+    state = next(arg for arg in args if isinstance(arg, LayerState))
+    host = LayerState(
+        state.geometry,
+        state.settings,
+        {part: tensor.cpu() for part, tensor in state.tensors.items()},
+        state.error_flag.cpu(),
+    )
+    on_host = [host if arg is state else arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    out = getattr(reference, name)(*on_host)
+    for part, tensor in state.tensors.items():
+        tensor.copy_(host.tensors[part])
+    state.error_flag.copy_(host.error_flag)
+    return out.to(device)
+
+
+@_or_reference("mamba2_window")
+def mamba2_window(x, dt, B, C, A_log, D, dt_bias, state, *rest) -> torch.Tensor:
+    *index, layer = rest
+    packed = [_token_rows(tensor, x.dtype) for tensor in (x, B, C)]
+    constants = [_float32(tensor) for tensor in (A_log, D, dt_bias)]
+    return launch.mamba2_window(packed[0], dt.to(x.dtype), *packed[1:], *constants, state, *_int32(index), layer)
+
+
+@_or_reference("gdn_window")
+def gdn_window(q, k, v, a, b, A_log, dt_bias, state, *rest) -> torch.Tensor:
+    *index, layer = rest
+    packed = [_token_rows(tensor, v.dtype) for tensor in (q, k, v)]
+    gates = [tensor.to(v.dtype) for tensor in (a, b)]
+    return launch.gdn_window(*packed, *gates, _float32(A_log), _float32(dt_bias), state, *_int32(index), layer)
+
+
+@_or_reference("causal_conv1d_window")
+def causal_conv1d_window(x, weight, bias, state, *index) -> torch.Tensor:
+    bias = None if bias is None else bias.to(weight.dtype).contiguous()
+    return launch.causal_conv1d_window(_token_rows(x, x.dtype), weight.contiguous(), bias, state, *_int32(index))
+
+
+def attention_window(*args) -> torch.Tensor:
+    return _reference("attention_window", "attention has no kernel yet", *args)

@@ -1,0 +1,87 @@
+"""Launch geometry: coverage of the target models, limits, and refusals."""
+
+import pytest
+
+from replayssm.plugins import geometry as geo
+from replayssm.plugins.contract import ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
+
+TARGETS = {
+    "nano4b": Mamba2Geometry(96, 80, 128, 8),
+    "super120b": Mamba2Geometry(128, 64, 128, 8),
+    "qwen4b": GdnGeometry(16, 32, 128, 128),
+    "qwen122b": GdnGeometry(16, 64, 128, 128),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("arch", geo.ARCHITECTURES)
+@pytest.mark.parametrize("window", [1, 5, 8, 16])
+def test_targets_fit_every_architecture(name: str, arch: int, window: int) -> None:
+    geometry = TARGETS[name]
+    for state_dtype in ("float32", "float16", "bfloat16"):
+        settings = ReplaySettings(max_window=window, state_dtype=state_dtype)
+        config = geo.window_config(geometry, settings, arch)
+        defines = dict(config.defines)
+        heads, rows, _ = geometry.state_shape
+        assert config.blocks_x * defines["CTA_ROWS"] == heads * rows
+        assert defines["CTA_ROWS"] % (rows // geometry.row_tiles) == 0, "a block owns whole tiles"
+        assert config.threads == 32 * -(-defines["CTA_ROWS"] // 16)
+        assert config.shared_bytes <= geo.architecture(arch).shared_per_block
+        assert defines["BULK_COPY"] == (arch >= 90)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_embedded_variants_stay_within_48_kib(name: str) -> None:
+    for window in (1, 5, 8):
+        config = geo.window_config(TARGETS[name], ReplaySettings(max_window=window), 90, embedded=True)
+        assert config.shared_bytes <= 48 * 1024
+
+
+def test_unknown_architectures_fall_back_to_an_older_one() -> None:
+    assert geo.compile_target(87) == 86
+    assert geo.architecture(110) == geo.architecture(103)
+    with pytest.raises(geo.UnsupportedGeometryError, match=r"8\.0 or later"):
+        geo.architecture(75)
+    with pytest.raises(geo.UnsupportedGeometryError, match=r"11\.0"):
+        geo.compile_target(110)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "settings", "reason"),
+    [
+        (Mamba2Geometry(2, 64, 128, 1), {"activation_dtype": "float32"}, "activations are float32"),
+        (Mamba2Geometry(2, 64, 128, 1), {"readout_dtype": "nvfp4"}, "readout is nvfp4"),
+        (Mamba2Geometry(2, 64, 128, 1), {"buffer_len": 64}, "buffer_len 64"),
+        (Mamba2Geometry(2, 64, 128, 1), {"max_window": 17}, "max_window 17"),
+        (Mamba2Geometry(2, 60, 128, 1), {}, "60 x 128"),
+        (Mamba2Geometry(2, 64, 40, 1), {}, "64 x 40"),
+        (GdnGeometry(1, 2, 128, 128), {"u_format": "exact"}, "u is exact"),
+    ],
+)
+def test_refusals_say_why(geometry, settings: dict, reason: str) -> None:
+    with pytest.raises(geo.UnsupportedGeometryError, match=reason):
+        geo.window_config(geometry, ReplaySettings(**settings), 90)
+
+
+def test_override_must_be_whole_tiles_that_fit() -> None:
+    geometry, settings = TARGETS["qwen4b"], ReplaySettings()
+    assert dict(geo.window_config(geometry, settings, 90, cta_rows=32).defines)["CTA_ROWS"] == 32
+    with pytest.raises(geo.UnsupportedGeometryError, match="48 rows"):
+        geo.window_config(geometry, settings, 90, cta_rows=48)
+    with pytest.raises(geo.UnsupportedGeometryError, match="128 rows"):
+        geo.window_config(geometry, settings, 90, embedded=True, cta_rows=128)
+
+
+def test_modes_select_kernels() -> None:
+    geometry = TARGETS["super120b"]
+    assert geo.window_config(geometry, ReplaySettings(), 90).kernel == "mamba2_window"
+    assert geo.window_config(geometry, ReplaySettings(buffer_len=0), 90).kernel == "mamba2_serial"
+    serial = geo.window_config(geometry, ReplaySettings(serial_exact=True), 90)
+    assert (serial.kernel, dict(serial.defines)["BASELINE"]) == ("mamba2_serial", 0)
+
+
+def test_convolution() -> None:
+    config = geo.conv_config(ConvGeometry(10240, 4), ReplaySettings(), True, "bfloat16")
+    assert config.blocks_x * config.threads * 8 >= 10240
+    with pytest.raises(geo.UnsupportedGeometryError, match="multiples of 8"):
+        geo.conv_config(ConvGeometry(12, 4), ReplaySettings(), True, "bfloat16")

@@ -1,0 +1,110 @@
+"""Every kernel compiles for every architecture, within the resources that the launch geometry promises."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from replayssm.plugins import geometry as geo
+from replayssm.plugins import nvrtc
+from replayssm.plugins.contract import ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
+
+sys.path.append(str(Path(__file__).parent / "emulation"))
+from emulate import kernel_parameters
+
+NANO, SUPER = Mamba2Geometry(96, 80, 128, 8), Mamba2Geometry(128, 64, 128, 8)
+QWEN = GdnGeometry(16, 64, 128, 128)
+OLDEST_DRIVER_PTX = (9, 0)
+"""PTX version of CUDA 13.0, the oldest whose drivers are supported."""
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+def window_variants() -> list[tuple[str, geo.KernelConfig, int]]:
+    """Decode and verify of both operators on all architectures; formats, classes and modes where they matter most."""
+    variants = []
+    for arch in geo.ARCHITECTURES:
+        for geometry in (SUPER, QWEN):
+            for window in (1, 8):
+                variants.append((geometry, ReplaySettings(max_window=window), arch, False))
+    for arch in (80, 90):
+        for geometry in (NANO, QWEN):
+            variants.append((geometry, ReplaySettings(max_window=8, state_dtype="float16"), arch, False))
+            variants.append((geometry, ReplaySettings(max_window=16, buffer_len=32), arch, False))
+            variants.append((geometry, ReplaySettings(max_window=5, state_dtype="bfloat16"), arch, True))
+    fp16 = {"activation_dtype": "float16"}
+    variants.append((NANO, ReplaySettings(max_window=1, **fp16), 90, True))
+    variants.append((QWEN, ReplaySettings(max_window=1, **fp16), 90, True))
+    variants.append((SUPER, ReplaySettings(buffer_len=0), 90, False))
+    variants.append((SUPER, ReplaySettings(serial_exact=True, max_window=5), 90, False))
+    variants.append((QWEN, ReplaySettings(buffer_len=0, max_window=5), 90, False))
+    variants.append((QWEN, ReplaySettings(serial_exact=True, u_format="exact"), 90, False))
+    named = []
+    for geometry, settings, arch, embedded in variants:
+        config = geo.window_config(geometry, settings, arch, embedded)
+        formats = f"{settings.state_dtype}-{settings.activation_dtype}"
+        name = f"{config.kernel}-sm{arch}-W{settings.max_window}-L{settings.buffer_len}-{formats}"
+        named.append(pytest.param(config, arch, id=f"{name}{'-embedded' if embedded else ''}"))
+    return named
+
+
+def resources(log: str) -> dict[str, int]:
+    """Numbers of the assembler's report."""
+    found = {
+        "registers": r"Used (\d+) registers",
+        "spill_stores": r"(\d+) bytes spill stores",
+        "spill_loads": r"(\d+) bytes spill loads",
+        "stack": r"(\d+) bytes stack frame",
+    }
+    numbers = {name: int(re.search(pattern, log)[1]) for name, pattern in found.items()}
+    static = re.search(r"(\d+) bytes smem", log)
+    return {**numbers, "static_shared": int(static[1]) if static else 0}
+
+
+@pytest.mark.parametrize(("config", "arch"), window_variants())
+def test_window_kernels_compile_without_spills(config: geo.KernelConfig, arch: int, kernel_cache: Path) -> None:
+    compiled = nvrtc.compile_kernel(config.kernel, dict(config.defines), arch, cache=kernel_cache)
+    used = resources(compiled.log)
+    assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0
+    assert used["static_shared"] == 0, "the launch geometry accounts for dynamic shared memory only"
+    assert used["registers"] * config.threads <= geo.REGISTERS_PER_SM
+    assert "warning" not in compiled.log
+
+
+@pytest.mark.parametrize("arch", geo.ARCHITECTURES)
+def test_convolution_compiles_without_spills(arch: int, kernel_cache: Path) -> None:
+    config = geo.conv_config(ConvGeometry(10240, 4), ReplaySettings(max_window=5), True, "bfloat16")
+    compiled = nvrtc.compile_kernel(config.kernel, dict(config.defines), arch, cache=kernel_cache)
+    used = resources(compiled.log)
+    assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0
+
+
+def ptx_parameters(ptx: str, kernel: str) -> list[str]:
+    """Parameter types of an entry, in order."""
+    signature = re.search(rf"\.entry {kernel}\((.*?)\)", ptx, re.DOTALL)[1]
+    return re.findall(r"\.param \.(\w+)", signature)
+
+
+@pytest.mark.parametrize("geometry", [SUPER, QWEN], ids=["mamba2", "gdn"])
+def test_ptx_is_what_a_plugin_may_embed(geometry, kernel_cache: Path) -> None:
+    """PTX version of the oldest driver; pointers, then int32 scalars, then pointers; nothing else."""
+    config = geo.window_config(geometry, ReplaySettings(max_window=8), 90, embedded=True)
+    ptx = nvrtc.compile_kernel(config.kernel, dict(config.defines), 90, "ptx", cache=kernel_cache).image.decode()
+    major, minor = map(int, re.search(r"\.version (\d+)\.(\d+)", ptx).groups())
+    assert (major, minor) <= OLDEST_DRIVER_PTX
+    types = ptx_parameters(ptx, config.kernel)
+    declared = ["u64" if "*" in parameter else "u32" for parameter in kernel_parameters(config.kernel)]
+    assert types == declared
+    assert re.fullmatch("p+s+p+", "".join("p" if kind == "u64" else "s" for kind in types))
+    assert config.shared_bytes <= 48 * 1024
+
+
+@pytest.mark.parametrize("kernel", ["mamba2_window", "mamba2_serial", "gdn_window", "gdn_serial"])
+def test_state_parts_appear_as_inputs_and_as_outputs(kernel: str) -> None:
+    names = [parameter.split()[-1].lstrip("*") for parameter in kernel_parameters(kernel)]
+    inputs = [name.removesuffix("_in") for name in names if name.endswith("_in")]
+    assert names[-len(inputs) :] == inputs

@@ -1,0 +1,179 @@
+"""The kernels' own source, compiled for the host and run thread by thread against the references.
+
+What only a GPU can show (memory ordering between processors, copy engines, tensor-core rounding) is left to
+test_kernels_gpu.py. Tolerances: outputs are 16-bit, so two computations that agree to fp32 differ only where a value
+lies on a rounding boundary; 2e-4 of the norm allows for a few such elements. fp32 states agree to a few ulp (1e-6);
+16-bit states differ by one ulp in few elements (2e-4), which the outputs that read them show again (1e-3).
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from replayssm.plugins.contract import ConvGeometry, ErrorBit, GdnGeometry, Mamba2Geometry, ReplaySettings
+
+sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
+from emulate import Emulated
+from window_steps import Steps, compare, judge, to_device
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+
+CASES = {
+    "mamba2-decode": (Mamba2Geometry(2, 64, 128, 2), {"max_window": 1}, 90, None),
+    "mamba2-verify-tiles": (Mamba2Geometry(2, 64, 128, 1), {"max_window": 5}, 90, 32),
+    "mamba2-80-fp16-state": (Mamba2Geometry(2, 80, 128, 1), {"max_window": 8, "state_dtype": "float16"}, 90, 40),
+    "mamba2-40-sm80-fp16": (
+        Mamba2Geometry(1, 40, 64, 1),
+        {"buffer_len": 4, "max_window": 2, "state_dtype": "bfloat16", "activation_dtype": "float16"},
+        80,
+        None,
+    ),
+    "mamba2-long": (Mamba2Geometry(4, 48, 16, 4), {"buffer_len": 32, "max_window": 16}, 90, None),
+    "mamba2-256": (Mamba2Geometry(2, 80, 256, 1), {"buffer_len": 8, "max_window": 9}, 90, None),
+    "mamba2-short-buffer": (Mamba2Geometry(2, 96, 48, 1), {"buffer_len": 1, "max_window": 4}, 86, None),
+    "mamba2-baseline": (Mamba2Geometry(2, 32, 128, 1), {"buffer_len": 0, "max_window": 3}, 90, None),
+    "mamba2-serial": (
+        Mamba2Geometry(2, 32, 64, 1),
+        {"buffer_len": 8, "max_window": 3, "serial_exact": True, "state_dtype": "float16"},
+        90,
+        None,
+    ),
+    "gdn-decode-tiles": (GdnGeometry(1, 2, 128, 128), {"max_window": 1}, 90, 64),
+    "gdn-verify": (GdnGeometry(1, 2, 32, 32), {"buffer_len": 8, "max_window": 3}, 90, None),
+    "gdn-long-fp16-state": (
+        GdnGeometry(2, 4, 64, 48),
+        {"buffer_len": 32, "max_window": 16, "state_dtype": "float16"},
+        90,
+        None,
+    ),
+    "gdn-sm80-single-plane": (
+        GdnGeometry(1, 1, 128, 64),
+        {"buffer_len": 4, "max_window": 6, "activation_dtype": "float16", "u_format": "bfloat16"},
+        80,
+        None,
+    ),
+    "gdn-baseline": (GdnGeometry(1, 2, 128, 32), {"buffer_len": 0, "max_window": 3}, 90, None),
+    "gdn-serial": (
+        GdnGeometry(1, 2, 64, 32),
+        {"buffer_len": 8, "max_window": 3, "serial_exact": True, "state_dtype": "float16", "u_format": "exact"},
+        90,
+        None,
+    ),
+    "conv": (ConvGeometry(24, 4), {"max_window": 5}, 90, None),
+    "conv-fp16": (ConvGeometry(1040, 3), {"max_window": 1, "activation_dtype": "float16"}, 90, None),
+}
+
+
+def make(case: str, seed: int = 0, **changes) -> tuple[Steps, Emulated]:
+    geometry, settings, arch, cta_rows = CASES[case]
+    return Steps(geometry, ReplaySettings(**{**settings, **changes}), seed=seed), Emulated(arch, cta_rows)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matches_the_reference(case: str) -> None:
+    """Outputs, state and error flags over calls that mix every kind of row, from a poisoned pool."""
+    steps, kernels = make(case)
+    worst = compare(steps, kernels, 12)
+    exact = steps.settings.state_dtype == "float32"
+    assert worst.pop("out") < (2e-4 if exact else 1e-3)
+    state_limit = 1e-6 if exact else 2e-4
+    for name, error in worst.items():
+        # u and k of a GDN ring are rounded to 16 bits after different sums; u keeps 16 bits in its pair.
+        assert error < (5e-3 if name in ("ring_u", "ring_k") else state_limit), name
+
+
+@pytest.mark.parametrize("case", ["mamba2-verify-tiles", "gdn-verify", "gdn-serial", "conv"])
+def test_matches_the_recurrence(case: str) -> None:
+    """Free-running over rejections, flushes and prefills. bf16 outputs: 2^-9 of the norm at most, rounding included."""
+    steps, kernels = make(case, seed=1)
+    assert judge(steps, kernels, 24) < 2.5e-3
+
+
+@pytest.mark.parametrize("case", ["mamba2-verify-tiles", "mamba2-80-fp16-state", "gdn-verify", "gdn-long-fp16-state"])
+def test_repeated_step_is_bit_equal(case: str) -> None:
+    """Rule 2, also for steps that flush: the same call again changes neither outputs nor state."""
+    steps, kernels = make(case, seed=2)
+    state = steps.pool()
+    for _ in range(10):
+        call = steps.next_call(prefill=False)
+        first = steps.run(kernels, state, call)
+        kept = to_device(state, "cpu")
+        second = steps.run(kernels, state, call)
+        assert torch.equal(first, second)
+        for name, tensor in state.tensors.items():
+            assert torch.equal(tensor.view(torch.uint8), kept[name].view(torch.uint8)), name
+
+
+def test_result_does_not_depend_on_the_window_class() -> None:
+    """A decode row gives the same bits in the decode kernel and among verify rows."""
+    decode, kernels = make("mamba2-decode", seed=3)
+    verify, _ = make("mamba2-decode", seed=3, max_window=8)
+    states = decode.pool(), verify.pool()
+    for position in range(20):
+        inputs = decode.inputs(1)
+        rows = [torch.tensor([value], dtype=torch.int32) for value in (position, 0, 1, 0)]
+        outputs = [kernels.mamba2_window(*inputs, *decode.constants, state, *rows, 0) for state in states]
+        assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("case", ["mamba2-baseline", "gdn-baseline"])
+def test_serial_exact_equals_the_baseline(case: str) -> None:
+    exact = {"u_format": "exact"} if case.startswith("gdn") else {}
+    baseline, kernels = make(case, seed=4, state_dtype="bfloat16", max_window=1, **exact)
+    serial, _ = make(case, seed=4, state_dtype="bfloat16", max_window=1, buffer_len=4, serial_exact=True, **exact)
+    states = baseline.pool(), serial.pool()
+    for _ in range(14):
+        call = baseline.next_call(odd_rows=False, prefill=False)
+        outputs = [baseline.run(kernels, state, call) for state in states]
+        assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("case", ["mamba2-verify-tiles", "gdn-verify", "conv"])
+def test_invalid_rows_raise_bits_and_harm_nobody(case: str) -> None:
+    """Every error bit alone, beside a valid row whose output stays as it is without them."""
+    steps, kernels = make(case, seed=5)
+    limit = steps.settings.max_seq_len
+    recurrent = case != "conv"
+    bad_rows = {  # (seq_len, start, length, slot)
+        ErrorBit.SLOT_OUT_OF_RANGE: (3, 2, 2, steps.slots),
+        ErrorBit.WINDOW_OUT_OF_RANGE: (0, 3, 2, 1),
+        ErrorBit.POSITION_PAST_LIMIT: (limit - 1, 2, 2, 1),
+    }
+    if recurrent:
+        bad_rows[ErrorBit.SEQ_LEN_BELOW_CHECKPOINT] = (5, 2, 2, 1)
+        bad_rows[ErrorBit.HISTORY_OUT_OF_RANGE] = (900, 2, 2, 1)
+    for bit, bad in bad_rows.items():
+        state = steps.pool()
+        if recurrent:
+            state["checkpoint_position"].fill_(limit - 1 if bit == ErrorBit.POSITION_PAST_LIMIT else 12)
+        before = to_device(state, "cpu")
+        inputs = steps.inputs(4)
+        rows = [torch.tensor(pair, dtype=torch.int32) for pair in zip((0, 0, 2, 0), bad, strict=True)]
+        tail = (0,) if recurrent else ()
+        name = {"mamba2": "mamba2_window", "gdn": "gdn_window"}.get(steps.geometry.kind, "causal_conv1d_window")
+        out = getattr(kernels, name)(*inputs, *steps.constants, state, *rows, *tail)
+        assert int(state.error_flag) == bit, ErrorBit.describe(bit)
+        assert torch.isfinite(out).all()
+        assert out[:2].any()
+        assert not out[2:].any()
+        for part, tensor in state.tensors.items():
+            assert torch.equal(tensor[1:].view(torch.uint8), before[part][1:].view(torch.uint8)), part
+
+
+@pytest.mark.parametrize("case", ["mamba2-verify-tiles", "gdn-verify"])
+def test_nan_stays_in_its_row(case: str) -> None:
+    steps, kernels = make(case, seed=6)
+    state = steps.pool()
+    steps.positions = [0] * steps.slots
+    call = steps.next_call(odd_rows=False, prefill=False)
+    clean = steps.run(kernels, to_device(state, "cpu"), call)
+    own = slice(call.starts[1], call.starts[1] + call.lengths[1])
+    for tensor in call.inputs:
+        tensor[own] = torch.nan
+    dirty = steps.run(kernels, state, call)
+    assert dirty[own].isnan().all()
+    dirty[own] = clean[own]
+    assert torch.equal(dirty, clean)
