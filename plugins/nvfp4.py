@@ -19,10 +19,6 @@ E4M3_TINY = 2.0**-9
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitude of each code; bit 3 is the sign."""
 
-_SIGNED = torch.tensor((*E2M1_VALUES, *(-value for value in E2M1_VALUES)))
-_PAIRS = torch.stack((_SIGNED.repeat(16), _SIGNED.repeat_interleave(16)), dim=-1)
-"""[256, 2]: values of a byte's low and high nibble."""
-
 
 def encode(values: torch.Tensor) -> torch.Tensor:
     """Codes (uint8, 0 to 15) of fp32 `values`: nearest e2m1 number, ties to the even mantissa, clamped at 6.
@@ -40,13 +36,19 @@ def encode(values: torch.Tensor) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor) -> torch.Tensor:
-    """fp32 values of e2m1 codes, one each."""
-    return _SIGNED.to(codes.device)[codes.to(torch.int32)]
+    """fp32 values of e2m1 codes (uint8), one each.
+
+    The three low bits at the foot of an fp16 exponent are the number times 2^-14, zero and 0.5 included, as fp16
+    subnormals. No table: one would have to be copied to every device, which a CUDA graph cannot capture.
+    """
+    bits = codes.to(torch.int16)
+    half = ((bits & 7) << 9) | ((bits << 12) & -(2**15))
+    return half.view(torch.float16).to(torch.float32).mul_(2.0**14)
 
 
 def decode_packed(packed: torch.Tensor) -> torch.Tensor:
     """fp32 [..., 2 n] of packed codes uint8 [..., n]."""
-    return _PAIRS.to(packed.device)[packed.to(torch.int32)].flatten(-2)
+    return decode(torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2))
 
 
 def block_scales(blocks: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
