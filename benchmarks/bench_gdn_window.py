@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from window_layers import run
+from window_layers import run, sweep
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -17,11 +17,12 @@ if __name__ == "__main__":
     parser.add_argument("--batches", default="1,16,64,256,512")
     parser.add_argument("--windows", default="1,5")
     parser.add_argument("--state-dtypes", default="float32,float16")
+    parser.add_argument("--sweep", action="store_true", help="compare rows per block at the first batch size instead")
     arguments = parser.parse_args()
-    run(
-        "gdn_window",
-        arguments.geometries.split(","),
-        [int(value) for value in arguments.batches.split(",")],
-        [int(value) for value in arguments.windows.split(",")],
-        arguments.state_dtypes.split(","),
-    )
+    names = arguments.geometries.split(",")
+    batches = [int(value) for value in arguments.batches.split(",")]
+    windows = [int(value) for value in arguments.windows.split(",")]
+    if arguments.sweep:
+        sweep("gdn_window", names, batches[0], windows)
+    else:
+        run("gdn_window", names, batches, windows, arguments.state_dtypes.split(","))

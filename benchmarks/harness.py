@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from replayssm.plugins.geometry import KernelConfig, compile_target
 from replayssm.plugins.nvrtc import compile_kernel
 
 COLD_BYTES = 512 << 20
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("REPLAYSSM_RESULTS_DIR") or Path(__file__).parent / "results")
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,14 @@ def ceilings(nbytes: int, pool: torch.Tensor) -> dict[str, float]:
 
 @cache
 def environment() -> dict[str, str]:
-    """GPU, commit and date of a result line."""
-    root = Path(__file__).parent
-    try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        commit = ""
+    """GPU, commit ($REPLAYSSM_COMMIT where there is no git) and date of a result line."""
+    root, commit = Path(__file__).parent, os.environ.get("REPLAYSSM_COMMIT", "")
+    if not commit:
+        try:
+            done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True)
+            commit = done.stdout.strip()
+        except OSError:
+            pass
     return {
         "gpu": torch.cuda.get_device_name(0),
         "commit": commit or "unknown",

@@ -233,3 +233,21 @@ def run(
                     measure(
                         results, name, plain, batch, window, "flush", advance, limits[batch], plain_ok, variant="plain"
                     )
+
+
+def sweep(benchmark: str, names: list[str], batch: int, windows: list[int], directory: Path | None = None) -> None:
+    """Every number of rows per block, for decode and verify: what `geometry.TABLE` is chosen from."""
+    results = Results(f"{benchmark}_sweep", directory)
+    pool = torch.randn(544 << 20, device="cuda")
+    limit = ceilings(batch * (4 << 20), pool)
+    print(f"ceiling at {4 * batch} MiB: read {limit['read']:.0f} GB/s, read-modify-write {limit['rmw']:.0f} GB/s")
+    del pool
+    for name in names:
+        rows, tiles = GEOMETRIES[name].state_shape[1], GEOMETRIES[name].row_tiles
+        for state_dtype in ("float32", "float16"):
+            for window in windows:
+                settings = ReplaySettings(buffer_len=16, max_window=window, state_dtype=state_dtype)
+                for count in geo.row_candidates(rows, tiles):
+                    for fill in ("desync", "flush"):
+                        advance = 1 if window == 1 else 3
+                        measure(results, name, settings, batch, window, fill, advance, limit, False, count)

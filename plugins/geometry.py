@@ -110,7 +110,7 @@ def window_config(
     capacity = min(limits.shared_per_block, EMBEDDED_SHARED_BYTES) if embedded else limits.shared_per_block
     kind = geometry.kind
     kernel = f"{kind}_serial" if serial else f"{kind}_window"
-    candidates = _row_candidates(rows, geometry.row_tiles)
+    candidates = row_candidates(rows, geometry.row_tiles)
     wanted = (
         cta_rows
         or TABLE.get((kernel, columns * _state_bytes(settings), rows))
@@ -204,7 +204,7 @@ def _state_bytes(settings: ReplaySettings) -> int:
     return 4 if settings.state_dtype == "float32" else 2
 
 
-def _row_candidates(rows: int, row_tiles: int) -> list[int]:
+def row_candidates(rows: int, row_tiles: int) -> list[int]:
     """Rows that one block may own: whole tiles, in multiples of 8 rows."""
     tile = rows // row_tiles
     counts = [tile * tiles for tiles in range(1, row_tiles + 1) if row_tiles % tiles == 0]

@@ -1,0 +1,29 @@
+"""A few steps of every kernel, small enough to run under compute-sanitizer. Exits with 1 if a result is wrong."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
+from window_steps import Steps, compare
+
+from replayssm.plugins import launch
+from replayssm.plugins.contract import ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
+
+CASES = [
+    (Mamba2Geometry(4, 64, 128, 2), ReplaySettings(max_window=1)),
+    (Mamba2Geometry(2, 80, 128, 1), ReplaySettings(max_window=5, state_dtype="float16")),
+    (Mamba2Geometry(2, 40, 48, 1), ReplaySettings(buffer_len=4, max_window=9, activation_dtype="float16")),
+    (GdnGeometry(1, 2, 128, 128), ReplaySettings(max_window=1)),
+    (GdnGeometry(1, 2, 64, 40), ReplaySettings(buffer_len=8, max_window=5, state_dtype="bfloat16")),
+    (Mamba2Geometry(2, 64, 128, 1), ReplaySettings(buffer_len=0, max_window=2)),
+    (GdnGeometry(1, 2, 128, 64), ReplaySettings(buffer_len=0, max_window=2)),
+    (ConvGeometry(1048, 4), ReplaySettings(max_window=2)),
+]
+
+if __name__ == "__main__":
+    worst = 0.0
+    for geometry, settings in CASES:
+        error = compare(Steps(geometry, settings, device="cuda:0"), launch, 6)["out"]
+        print(geometry, f"{error:.1e}", flush=True)
+        worst = max(worst, error)
+    sys.exit(worst > 1e-3)

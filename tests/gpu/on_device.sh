@@ -1,0 +1,49 @@
+#!/bin/bash
+# GPU tests, memory checks and kernel benchmarks on a machine that has only this checkout and a Python with torch.
+#
+#     OUT=folder tests/gpu/on_device.sh [tests] [memcheck] [racecheck] [sweep] [bench]
+#
+# Every part has its own time limit and log in $OUT, so that one failure hides nothing.
+set -u
+cd "$(dirname "$0")/../.."
+OUT=${OUT:-/tmp/replayssm-gpu}
+site=$(mktemp -d)
+mkdir -p "$OUT" "$site/replayssm"
+for package in plugins builders runtime scripts; do ln -s "$PWD/$package" "$site/replayssm/$package"; done
+export PYTHONPATH="$site" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 REPLAYSSM_RESULTS_DIR="$OUT"
+export REPLAYSSM_CACHE_DIR="$site/cache"
+
+part() {  # name, seconds, command...
+    local name=$1 limit=$2 begin=$SECONDS
+    shift 2
+    timeout "$limit" "$@" >"$OUT/$name.log" 2>&1
+    echo "== $name: rc $? after $((SECONDS - begin)) s"
+}
+
+memory_tool() {
+    part "$1" "${LIMIT:-100}" compute-sanitizer --tool "$1" --error-exitcode 9 python3 tests/gpu/memcheck.py
+    tail -n 4 "$OUT/$1.log"
+}
+
+for wanted in "$@"; do
+    case $wanted in
+    tests)
+        part tests "${LIMIT:-110}" python3 -m pytest tests/plugins/test_kernels_gpu.py -v --tb=short -p no:cacheprovider
+        grep -E "FAILED|ERROR|passed|failed" "$OUT/tests.log" | tail -n 40
+        ;;
+    memcheck | racecheck | initcheck) memory_tool "$wanted" ;;
+    sweep)
+        for operator in mamba2 gdn; do
+            part "sweep_$operator" 60 python3 "benchmarks/bench_${operator}_window.py" --sweep --batches 256
+            cat "$OUT/sweep_$operator.log"
+        done
+        ;;
+    bench)
+        for operator in mamba2 gdn; do
+            part "bench_$operator" "${LIMIT:-110}" python3 "benchmarks/bench_${operator}_window.py" ${BENCH:-}
+            cat "$OUT/bench_$operator.log"
+        done
+        ;;
+    *) echo "unknown part $wanted" ;;
+    esac
+done
