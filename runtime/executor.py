@@ -16,8 +16,8 @@ from replayssm.runtime.functional_ops import (
     OPERATORS,
     WEIGHT_OPERATORS,
     attribute_dtypes,
-    dequantize,
     scale_count,
+    unpack,
 )
 
 Tensor = torch.Tensor
@@ -160,7 +160,7 @@ class Executor:
             (name, *scales), rest = rest[:count], rest[count:]
             if format != "dense" and name not in self._unpacked:
                 weight, *values = (self._load(tensor).to(self.device) for tensor in (name, *scales))
-                self._unpacked[name] = dequantize(weight, values, format, dtype)
+                self._unpacked[name] = unpack(weight, values, format, dtype)
             inputs += [name, scales[-1]] if activations else [name]
             projections.append({"format": "dense", "activations": activations})
         changed = {"projections": projections} if "projections" in node.attributes else projections[0]

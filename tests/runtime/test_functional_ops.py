@@ -159,6 +159,17 @@ def test_rounding_of_activations():
     assert nvfp4.round_to_fp8(torch.tensor([9.0]), torch.tensor(0.01)).item() == pytest.approx(4.48)
 
 
+@pytest.mark.parametrize("at_a_time", [1, 100, 10**6])
+@pytest.mark.parametrize("shape", [(24, 32), (3, 24, 32)])
+@pytest.mark.parametrize("name", ["nvfp4", "w4a16", "fp8"])
+def test_unpacking_in_pieces_gives_the_same_bits(monkeypatch, name, shape, at_a_time):
+    monkeypatch.setattr(ops, "UNPACKED_AT_A_TIME", at_a_time)
+    (weight, *scales), dense = stored(shape, FORMATS[name])
+    unpacked = ops.unpack(weight, scales, FORMATS[name]["format"], torch.bfloat16)
+    assert torch.equal(unpacked, ops.dequantize(weight, scales, FORMATS[name]["format"], torch.bfloat16))
+    assert torch.equal(unpacked, dense.bfloat16())
+
+
 @pytest.mark.parametrize("name", ["dense", "w4a16"])
 def test_embedding(name):
     tensors, dense = stored((10, 32), FORMATS[name])
