@@ -179,3 +179,9 @@ def tiny_model(tiny_checkpoint) -> Callable[[str], TinyModel]:
 def make_oracle() -> type[Oracle]:
     """The oracle's class, for tests that change its weights."""
     return Oracle
+
+
+@pytest.fixture(scope="session")
+def tiny_model_of() -> type[TinyModel]:
+    """`tiny_model_of(directory)` -> the TinyModel of any checkpoint."""
+    return TinyModel
