@@ -127,8 +127,8 @@ def build_engine(
     with atomic_directory(Path(output), overwrite, is_engine_directory) as directory:
         total = sum(recipe.nbytes for recipe in plan.values())
         _check_space(directory, total)
-        files = _copy_files(Path(checkpoint), directory)
-        files += write_target(directory, networks, plan, opened.tensor, _cumulative(progress, total))
+        _copy_files(Path(checkpoint), directory)
+        write_target(directory, networks, plan, opened.tensor, _cumulative(progress, total))
         manifest = EngineManifest(
             model=_describe_model(config, Path(checkpoint), traced.mtp is not None),
             quantization=_describe_quantization(plan),
@@ -138,13 +138,13 @@ def build_engine(
             versions=_versions(),
             checkpoint={"name": _checkpoint_name(Path(checkpoint)), "identity": opened.identity},
             networks=torch_target.NETWORKS_FILE,
-            files=tuple(files),
+            files=_list_files(directory),
         )
         (directory / MANIFEST_NAME).write_text(json.dumps(manifest.to_json(), indent=2) + "\n", encoding="utf-8")
     return manifest
 
 
-def _target(name: str) -> Callable[..., list[FileEntry]]:
+def _target(name: str) -> Callable[..., None]:
     if name in TARGETS:
         return TARGETS[name]
     if name in PLANNED_TARGETS:
@@ -185,14 +185,17 @@ def _cumulative(progress: Callable[[int, int, str], None], total: int) -> Callab
     return advance
 
 
-def _copy_files(checkpoint: Path, directory: Path) -> list[FileEntry]:
-    files = []
+def _copy_files(checkpoint: Path, directory: Path) -> None:
     for name in COPIED_FILES:
         if (checkpoint / name).is_file():
-            target = directory / name
-            shutil.copyfile(checkpoint / name, target)
-            files.append(FileEntry(name, target.stat().st_size, sha256_file(target)))
-    return files
+            shutil.copyfile(checkpoint / name, directory / name)
+
+
+def _list_files(directory: Path) -> tuple[FileEntry, ...]:
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    return tuple(
+        FileEntry(path.relative_to(directory).as_posix(), path.stat().st_size, sha256_file(path)) for path in paths
+    )
 
 
 def _checkpoint_name(checkpoint: Path) -> str:

@@ -207,6 +207,21 @@ class SafetensorsWriter:
             _write_all(self._file, memoryview(raw), position)
             position += raw.nbytes
 
+    def write_pieces(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
+        """Write one tensor from consecutive parts of its elements, in its dtype; one part is in memory at a time."""
+        entry = self._entries[name]
+        self._pending.remove(name)
+        position = len(self._prefix) + entry.start
+        end = position + entry.nbytes
+        for piece in pieces:
+            raw = piece.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+            if piece.dtype != getattr(torch, entry.dtype) or position + raw.nbytes > end:
+                break
+            _write_all(self._file, memoryview(raw), position)
+            position += raw.nbytes
+        if position != end:
+            raise ValueError(f"{self.path}: the parts of tensor {name!r} are not {entry.dtype} {list(entry.shape)}")
+
     def __exit__(self, kind: type | None, *_: object) -> None:
         os.close(self._file)
         if kind is None and self._pending:

@@ -80,26 +80,38 @@ def test_shards(tmp_path):
     tensors = {name: torch.randn(shape).mul(9).to(getattr(torch, dtype)) for name, (dtype, shape) in shapes.items()}
     plan = {name: WeightRecipe((name,), dtype, shape) for name, (dtype, shape) in shapes.items()}
     seen = []
-    files = torch_target.write(
+    torch_target.write(
         tmp_path, {"main": Network("main")}, plan, tensors.__getitem__, lambda *item: seen.append(item), shard_bytes=60
     )
-    shards = [entry for entry in files if entry.name.endswith(".safetensors")]
+    shards = sorted((tmp_path / "weights").iterdir())
     assert len(shards) == 3
     assert sum(nbytes for nbytes, _ in seen) == sum(recipe.nbytes for recipe in plan.values())
     loaded = {}
-    for entry in shards:
-        content = (tmp_path / entry.name).read_bytes()
+    for shard in shards:
+        content = shard.read_bytes()
         size = int.from_bytes(content[:8], "little")
         assert size % 8 == 0
-        for name, item in json.loads(content[8 : 8 + size]).items():
+        header = json.loads(content[8 : 8 + size])
+        del header["__metadata__"]
+        for name, item in header.items():
             assert item["data_offsets"][0] % tensors[name].element_size() == 0
-        part = load_file(tmp_path / entry.name)
+        part = load_file(shard)
         assert not part.keys() & loaded.keys()
         loaded |= part
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert loaded[name].shape == tensor.shape
         assert torch.equal(loaded[name].double(), tensor.double())
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(5), torch.zeros(3), torch.zeros(4, dtype=torch.float64)])
+def test_a_source_that_does_not_fill_its_weight(tmp_path, tensor):
+    class Recipe(WeightRecipe):
+        def pieces(self, read):
+            yield tensor
+
+    with pytest.raises(ValueError, match="the parts of tensor 'a' are not float32"):
+        torch_target.write(tmp_path, {}, {"a": Recipe(("a",), "float32", (4,))}, None)
 
 
 def test_existing_output(tiny_checkpoint, tmp_path):
@@ -236,7 +248,7 @@ def test_memory_stays_below_the_checkpoint(tmp_path):
         plan = {f"w{i}": WeightRecipe((f"w{i}",), "bfloat16", (size,)) for i in range(20)}
         write(Path(sys.argv[1]), {"main": Network("main")}, {"w": WeightRecipe(("w",), "bfloat16", (1,))},
               lambda name: torch.zeros(1))
-        (Path(sys.argv[1]) / "weights" / "00001-of-00001.safetensors").unlink()
+        (Path(sys.argv[1]) / "weights" / "weights.safetensors").unlink()
         (Path(sys.argv[1]) / "weights").rmdir()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         write(Path(sys.argv[1]), {"main": Network("main")}, plan, lambda name: torch.zeros(size, dtype=torch.bfloat16))
