@@ -66,7 +66,7 @@ def embedding(
     """A quantized table is dequantized row by row."""
     if format == "dense":
         return F.embedding(ids, weight)
-    return nvfp4.dequantize(weight[ids], scales[0][ids], scales[1], dtype)
+    return nvfp4.dequantize(weight.index_select(0, ids), scales[0].index_select(0, ids), scales[1], dtype)
 
 
 def linear(
@@ -119,12 +119,12 @@ def reshape(x: Tensor, *, shape: list[int | str]) -> Tensor:
 def rope(x: Tensor, positions: Tensor, *, theta: float, dim: int) -> Tensor:
     """Frequencies are fp32, as Hugging Face computes them; angles are fp32 too, unless x is fp64."""
     frequency = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=x.device) / dim)
-    wide = x[..., :dim].to(torch.promote_types(x.dtype, torch.float32))
-    angle = positions.to(wide.dtype)[:, None, None] * frequency
+    wide = x.narrow(-1, 0, dim).to(torch.promote_types(x.dtype, torch.float32))
+    angle = positions.to(wide.dtype).view(-1, 1, 1) * frequency
     cos, sin = angle.cos(), angle.sin()
     first, second = wide.chunk(2, dim=-1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return torch.cat([rotated.to(x.dtype), x[..., dim:]], dim=-1)
+    return torch.cat([rotated.to(x.dtype), x.narrow(-1, dim, x.shape[-1] - dim)], dim=-1)
 
 
 def gather(x: Tensor, indices: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class _Experts:
         """Bytes of one expert's dequantized weights, 4 an element."""
         elements = 0
         for (weight, *_), attributes in self.projections:
-            elements += weight[0].numel() * (2 if attributes["format"] == "nvfp4" else 1)
+            elements += weight.shape[1:].numel() * (2 if attributes["format"] == "nvfp4" else 1)
         return 4 * elements
 
     def __call__(self, x: Tensor, experts: int | Tensor) -> Tensor:
@@ -178,9 +178,10 @@ class _Experts:
 
     def _project(self, x: Tensor, projection: tuple[list[Tensor], dict[str, Any]], experts: int | Tensor) -> Tensor:
         tensors, attributes = projection
-        weight, *scales = (tensor[experts] for tensor in tensors)
+        select = torch.select if isinstance(experts, int) else torch.index_select
+        weight, *scales = (select(tensor, 0, experts) for tensor in tensors)
         if attributes["activations"] is not None and x.dim() == 3:
-            scales[-1] = scales[-1][:, None, None]
+            scales[-1] = scales[-1].view(-1, 1, 1)
         x = _quantize_activations(x, scales, attributes["activations"], self.emulate)
         weight = dequantize(weight, scales, attributes["format"], x.dtype)
         return F.linear(x, weight) if x.dim() == 2 else torch.matmul(x, weight.transpose(-1, -2))
@@ -226,7 +227,7 @@ def _experts_gathered(x: Tensor, ids: Tensor, weights: Tensor, experts: _Experts
     (tokens, top_k), chosen = ids.shape, ids.flatten()
     step = max(1, GATHERED_EXPERT_BYTES // experts.dense_bytes)
     pairs = x.repeat_interleave(top_k, dim=0, output_size=tokens * top_k).unsqueeze(1)
-    parts = [experts(pairs[i : i + step], chosen[i : i + step]) for i in range(0, tokens * top_k, step)]
+    parts = [experts(*part) for part in zip(pairs.split(step), chosen.split(step), strict=True)]
     y = torch.cat(parts).view(tokens, top_k, -1).to(weights.dtype)
     return (y * weights.unsqueeze(-1)).sum(1)
 
