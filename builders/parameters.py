@@ -31,6 +31,9 @@ OPERAND_FORMATS: dict[str, tuple[str, str | None]] = {
 }
 """Checkpoint format of a module -> (weight format, activation format) of its linear operator."""
 
+PIECE_ELEMENTS = 2**24
+"""Elements of a weight that are converted at a time."""
+
 PACKED_DTYPES = ("uint8", "float8_e4m3fn")
 
 
@@ -56,25 +59,28 @@ class WeightRecipe:
         return torch.Size(self.shape).numel() * ELEMENT_BITS[self.dtype] // 8
 
     def pieces(self, read: Callable[[str], torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Contiguous tensors whose bytes, one after the other, are the weight; one source is in memory at a time.
+        """Contiguous tensors whose bytes, one after the other, are the weight. One source is read at a time, and a
+        piece has at most PIECE_ELEMENTS, so that converting a large weight does not need its size in memory.
 
         read: canonical name -> tensor, such as `Checkpoint.tensor`.
         """
         shape = self.shape[1:] if self.stacked else self.shape
         for name in self.sources:
-            yield _convert(name, read(name), self.dtype, shape)
+            source = _checked(name, read(name), self.dtype, shape)
+            for piece in source.reshape(-1).split(PIECE_ELEMENTS):
+                yield piece.to(torch_dtype(self.dtype)).contiguous()
 
     def load(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """The whole weight."""
-        if not self.stacked:
-            return next(self.pieces(read))
         weight = torch.empty(self.shape, dtype=torch_dtype(self.dtype))
-        for index, piece in enumerate(self.pieces(read)):
-            weight[index] = piece
+        flat, filled = weight.view(-1), 0
+        for piece in self.pieces(read):
+            flat[filled : filled + piece.numel()] = piece
+            filled += piece.numel()
         return weight
 
 
-def _convert(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _checked(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     found = str(tensor.dtype).removeprefix("torch.")
     if found != dtype and (found in PACKED_DTYPES or dtype in PACKED_DTYPES or not tensor.is_floating_point()):
         raise ValueError(
@@ -83,7 +89,7 @@ def _convert(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]
         )
     if _without_ones(tensor.shape) != _without_ones(shape):
         raise ValueError(f"checkpoint tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
-    return tensor.to(torch_dtype(dtype)).reshape(shape).contiguous()
+    return tensor
 
 
 def _without_ones(shape: Sequence[int]) -> list[int]:
