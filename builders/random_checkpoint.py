@@ -173,23 +173,26 @@ def write_random_checkpoint(
 ) -> Path:
     """Write `config.json` and random weights to `directory` (created if missing) and return it.
 
-    The same config, seed and dtype give the same bytes. One weight is in memory at a time.
+    The same config, seed and dtype give the same bytes. One weight is in memory at a time. As in published checkpoints,
+    a few weights are fp32 whatever `dtype` says.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = read_config(hf_config)
     (directory / "config.json").write_text(json.dumps(dict(hf_config), indent=2) + "\n", encoding="utf-8")
     shapes = weight_shapes(config)
-    sizes = [(name, math.prod(shape) * ELEMENT_BITS[dense_dtype(name, dtype)] // 8) for name, shape in shapes.items()]
+    sizes = [
+        (name, math.prod(shape) * ELEMENT_BITS[dense_dtype(config, name, dtype)] // 8) for name, shape in shapes.items()
+    ]
     generator = torch.Generator().manual_seed(seed)
     plan = plan_shards(sizes, max_shard_bytes)
     for file_name, names in plan.items():
-        stored = {disk_name(config, name): (dense_dtype(name, dtype), shapes[name]) for name in names}
+        stored = {disk_name(config, name): (dense_dtype(config, name, dtype), shapes[name]) for name in names}
         (directory / file_name).unlink(missing_ok=True)
         with SafetensorsWriter(directory / file_name, stored) as writer:
             for name in names:
                 weight = random_weight(config, name, shapes[name], generator)
-                writer.write(disk_name(config, name), weight.to(getattr(torch, dense_dtype(name, dtype))))
+                writer.write(disk_name(config, name), weight.to(getattr(torch, dense_dtype(config, name, dtype))))
     if len(plan) > 1:
         weight_map = {disk_name(config, name): file_name for file_name, names in plan.items() for name in names}
         index = {"metadata": {"total_size": sum(size for _, size in sizes)}, "weight_map": weight_map}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from replayssm.builders.architecture import (
     NEMOTRON_H,
+    QWEN3_5,
     AttentionConfig,
     GdnConfig,
     LayerConfig,
@@ -229,9 +230,17 @@ def storage(shape: Shape, module_format: str, dtype: str = "bfloat16") -> dict[s
     return tensors
 
 
-def dense_dtype(name: str, dtype: str = "bfloat16") -> str:
-    """dtype in which an unquantized weight is stored: the router's correction bias is fp32 everywhere."""
-    return "float32" if name.endswith("e_score_correction_bias") else dtype
+def dense_dtype(config: ModelConfig, name: str, dtype: str = "bfloat16") -> str:
+    """dtype in which an unquantized weight is stored where most are stored in `dtype`.
+
+    The sigmoid router's correction bias is fp32. So are A_log and the gated norm of Qwen's original checkpoints (their
+    published size to the byte shows it), but not those of modelopt's.
+    """
+    if name.endswith("e_score_correction_bias"):
+        return "float32"
+    if config.family == QWEN3_5 and not config.formats.is_quantized:
+        return "float32" if name.endswith(("linear_attn.A_log", "linear_attn.norm.weight")) else dtype
+    return dtype
 
 
 def weight_bytes(
@@ -240,8 +249,8 @@ def weight_bytes(
     """Stored bytes by dtype name, plus "total", of the language model (file headers and vision tower excluded).
 
     formats: format of a module by canonical name, as a mapping (modules not in it are dense) or a function; None takes
-    `config.formats`, what the checkpoint's own quantization config declares. Unquantized weights count as bf16, the
-    router's correction bias as fp32. An fp8 KV cache scheme adds one fp32 scale each for k and v of a layer.
+    `config.formats`, what the checkpoint's own quantization config declares. Unquantized weights count as bf16, but for
+    the few that `dense_dtype` names. An fp8 KV cache scheme adds one fp32 scale each for k and v of a layer.
     """
     if formats is None:
         quantizable = set(quantizable_modules(config))
@@ -259,7 +268,7 @@ def weight_bytes(
     counts: dict[str, int] = {}
     for name, shape in weight_shapes(config, mtp=mtp).items():
         module_format = format_of(name.removesuffix(".weight")) if name.endswith(".weight") else DENSE
-        for dtype, part in storage(shape, module_format, dense_dtype(name)).values():
+        for dtype, part in storage(shape, module_format, dense_dtype(config, name)).values():
             counts[dtype] = counts.get(dtype, 0) + math.prod(part) * ELEMENT_BITS[dtype] // 8
     if formats is None and config.formats.kv_cache is not None:
         counts["float32"] = counts.get("float32", 0) + 2 * len(config.attention_layers) * 4

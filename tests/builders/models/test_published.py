@@ -117,7 +117,7 @@ def test_weight_bytes(traced):
     widened = sum(
         2 * math.prod(recipe.shape)
         for name, recipe in networks.weight_plan.items()
-        if recipe.dtype == "float32" and dense_dtype(name, "bfloat16") == "bfloat16" and not name.endswith(scales)
+        if recipe.dtype == "float32" and dense_dtype(config, name) == "bfloat16" and not name.endswith(scales)
     )
     total = sum(recipe.nbytes for recipe in networks.weight_plan.values())
     kv_scales = 8 * len(config.attention_layers) if config.formats.kv_cache else 0
