@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 
+import peers
 import torch
 from harness import COLD_BYTES, Results, ceilings, time_graph
 
@@ -60,6 +60,8 @@ class Layer:
         self.starts = torch.arange(batch, device="cuda", dtype=torch.int32) * window
         self.lens = torch.full((batch,), window, device="cuda", dtype=torch.int32)
         self.slots = [(torch.arange(batch, device="cuda") + i * batch).to(torch.int32) for i in range(self.sets)]
+
+        self.first_slot = {slots.data_ptr(): i * batch for i, slots in enumerate(self.slots)}
 
     def launches(self, offsets: list[int]):
         """One launch per (offset, slot set) at seq_len POSITION + offset."""
@@ -166,6 +168,50 @@ def measure(
     )
 
 
+def measure_peers(
+    results: Results, name: str, batch: int, ceiling: dict[str, float], only: str | None = None
+) -> str | None:
+    """The fastest configuration of the importable peer (or `only` that one), decode, checked against our baseline.
+
+    Returns its name, None where there is no peer.
+    """
+    geometry = GEOMETRIES[name]
+    layer = Layer(geometry, ReplaySettings(buffer_len=0), batch, 1)
+    find = peers.mamba2_peers if isinstance(geometry, Mamba2Geometry) else peers.gdn_peers
+    best = None
+    for variant, call in find(layer).items():
+        if only not in (None, variant):
+            continue
+        kept = layer.state["checkpoint"][:batch].clone()
+        value = call(layer.slots[0]).double()
+        layer.state["checkpoint"][:batch].copy_(kept)
+        layer.launches([0])[0]()
+        error = float((value - layer.out.double()).norm() / layer.out.double().norm())
+        timing = time_graph([lambda slots=slots, call=call: call(slots) for slots in layer.slots])
+        print(f"peer {name} B={batch} {variant}: {timing.median_us:.1f} us, differs by {error:.1e}", flush=True)
+        if best is None or timing.median_us < best[0].median_us:
+            best = (timing, variant, error < 1e-2)
+    if best is None:
+        return None
+    timing, variant, correct = best
+    results.add(
+        timing,
+        layer.step_bytes(torch.zeros(1)),
+        ceiling["rmw"],
+        op="peer",
+        geometry=name,
+        batch=batch,
+        window=1,
+        state_dtype="float32",
+        readout_dtype="same",
+        L=0,
+        fill="flush",
+        variant=variant,
+        correct=correct,
+    )
+    return variant
+
+
 def check(name: str, settings: ReplaySettings, window: int, cta_rows=None) -> bool:
     """One mixed step (plain, flushing, fresh) against the reference at the real geometry."""
     layer = Layer(GEOMETRIES[name], settings, 3, window, cta_rows)
@@ -202,6 +248,17 @@ def check(name: str, settings: ReplaySettings, window: int, cta_rows=None) -> bo
     return ok
 
 
+def tuned_rows(results: Results, name: str, settings: ReplaySettings, batch: int, window: int, ceiling: dict) -> int:
+    """Rows per block that are fastest over a desynchronised cycle; `geometry.TABLE` is chosen from these."""
+    rows, tiles, times = GEOMETRIES[name].state_shape[1], GEOMETRIES[name].row_tiles, {}
+    for count in geo.row_candidates(rows, tiles):
+        line = measure(
+            results, name, settings, batch, window, "desync", 1 if window == 1 else 3, ceiling, False, count, "tuning"
+        )
+        times[line["median_us"]] = count
+    return times[min(times)]
+
+
 def run(
     benchmark: str,
     names: list[str],
@@ -209,45 +266,26 @@ def run(
     windows: list[int],
     state_dtypes: list[str],
     directory: Path | None = None,
-    deadline: float | None = None,
 ) -> None:
-    """All figures of some geometries, in the order of their importance; stops at `deadline` (time.monotonic)."""
+    """All figures of some geometries, each variant checked first; rows per block are tuned at the first batch size."""
     results = Results(benchmark, directory)
     pool = torch.randn(544 << 20, device="cuda")
     limits = {batch: ceilings(batch * (4 << 20), pool) for batch in batches}
     for batch, limit in limits.items():
         print(f"ceiling at {4 * batch} MiB: read {limit['read']:.0f} GB/s, read-modify-write {limit['rmw']:.0f} GB/s")
     del pool
-    for name in names:
-        for state_dtype in state_dtypes:
+    for state_dtype in state_dtypes:
+        for name in names:
+            peer = None
             for window in windows:
                 settings = ReplaySettings(buffer_len=16, max_window=window, state_dtype=state_dtype)
                 plain = dataclasses.replace(settings, buffer_len=0)
-                ok, plain_ok = check(name, settings, window), check(name, plain, window)
+                rows = tuned_rows(results, name, settings, batches[0], window, limits[batches[0]])
+                ok, plain_ok = check(name, settings, window, rows), check(name, plain, window)
                 for batch in batches:
-                    advance = 1 if window == 1 else 3
+                    advance, limit = 1 if window == 1 else 3, limits[batch]
                     for fill in ("desync", 8, "flush"):
-                        if deadline and time.monotonic() > deadline:
-                            return
-                        measure(results, name, settings, batch, window, fill, advance, limits[batch], ok)
-                    measure(
-                        results, name, plain, batch, window, "flush", advance, limits[batch], plain_ok, variant="plain"
-                    )
-
-
-def sweep(benchmark: str, names: list[str], batch: int, windows: list[int], directory: Path | None = None) -> None:
-    """Every number of rows per block, for decode and verify: what `geometry.TABLE` is chosen from."""
-    results = Results(f"{benchmark}_sweep", directory)
-    pool = torch.randn(544 << 20, device="cuda")
-    limit = ceilings(batch * (4 << 20), pool)
-    print(f"ceiling at {4 * batch} MiB: read {limit['read']:.0f} GB/s, read-modify-write {limit['rmw']:.0f} GB/s")
-    del pool
-    for name in names:
-        rows, tiles = GEOMETRIES[name].state_shape[1], GEOMETRIES[name].row_tiles
-        for state_dtype in ("float32", "float16"):
-            for window in windows:
-                settings = ReplaySettings(buffer_len=16, max_window=window, state_dtype=state_dtype)
-                for count in geo.row_candidates(rows, tiles):
-                    for fill in ("desync", "flush"):
-                        advance = 1 if window == 1 else 3
-                        measure(results, name, settings, batch, window, fill, advance, limit, False, count)
+                        measure(results, name, settings, batch, window, fill, advance, limit, ok, rows)
+                    measure(results, name, plain, batch, window, "flush", advance, limit, plain_ok, variant="plain")
+                    if window == 1 and state_dtype == "float32" and (peer or batch == batches[0]):
+                        peer = measure_peers(results, name, batch, limit, peer)

@@ -5,8 +5,7 @@ prefill rows run in one launch per operator. Prefill rows are computed token by 
 but far from what chunked tensor-core kernels will reach (they are not written yet).
 
 Sizes and formats without a kernel (see `geometry.UnsupportedGeometryError`) run the PyTorch reference on the CPU with
-copies both ways: correct, slow, not capturable; a warning says so once per layer type. Attention has no kernel of its
-own here and takes the same path.
+copies both ways: correct, slow, not capturable; a warning says so once per layer type.
 """
 
 from __future__ import annotations
@@ -107,5 +106,8 @@ def causal_conv1d_window(x, weight, bias, state, *index) -> torch.Tensor:
     return launch.causal_conv1d_window(_token_rows(x, x.dtype), weight.contiguous(), bias, state, *_int32(index))
 
 
-def attention_window(*args) -> torch.Tensor:
-    return _reference("attention_window", "attention has no kernel yet", *args)
+@_or_reference("attention_window")
+def attention_window(q, k, v, state, *rest) -> torch.Tensor:
+    *index, scale = rest
+    packed = [_token_rows(tensor, q.dtype) for tensor in (q, k, v)]
+    return launch.attention_window(*packed, state, *_int32(index), scale)

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from replayssm.plugins.contract import ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings, conv_ring_len
+from replayssm.plugins.contract import (
+    AttentionGeometry,
+    ConvGeometry,
+    GdnGeometry,
+    Mamba2Geometry,
+    ReplaySettings,
+    conv_ring_len,
+)
 
 FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2}
 """FORMAT_* of kernels/primitives.cuh."""
@@ -177,6 +184,29 @@ def conv_config(geometry: ConvGeometry, settings: ReplaySettings, has_bias: bool
     }
     blocks = -(-geometry.conv_dim // (8 * threads))
     return KernelConfig("causal_conv1d_window", tuple(sorted(defines.items())), blocks, threads, 0)
+
+
+@cache
+def attention_config(geometry: AttentionGeometry, settings: ReplaySettings, query_heads: int) -> KernelConfig:
+    """Attention kernel: blocks are (token, KV head and tile of 16 query heads); `blocks_x` is left to the call."""
+    if settings.activation_dtype not in ("bfloat16", "float16"):
+        raise UnsupportedGeometryError(f"attention_window: activations {settings.activation_dtype} have no kernel")
+    if geometry.head_dim % 16 or geometry.head_dim > 256 or query_heads % geometry.num_kv_heads:
+        raise UnsupportedGeometryError(
+            f"attention_window: needs a head_dim in 16s up to 256 and query heads in groups, got {query_heads} for "
+            f"{geometry}"
+        )
+    stride = (geometry.head_dim + 8) * 2
+    shared = max(4 * 2 * 16 * stride, 4 * 16 * geometry.head_dim * 4) + 16 * stride + 2 * 4 * 16 * 4 + 4
+    defines = {
+        "KV_HEADS": geometry.num_kv_heads,
+        "GROUP": query_heads // geometry.num_kv_heads,
+        "HEAD_DIM": geometry.head_dim,
+        "ACTIVATION_FORMAT": FORMATS[settings.activation_dtype],
+        "SHARED_BYTES": round_up(shared, 16),
+        "BULK_COPY": 0,
+    }
+    return KernelConfig("attention_window", tuple(sorted(defines.items())), 1, 128, round_up(shared, 16))
 
 
 def _check(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, rows: int, columns: int) -> None:

@@ -5,8 +5,6 @@ that a replayed CUDA graph does not repeat), builds the argument list and makes 
 stream. Nothing is allocated (but `out`, if it is not given) and nothing synchronises, so launches can be captured in
 CUDA graphs. The first launch of a variant compiles and loads it, which must happen before a capture: one eager call
 does it.
-
-Argument order of every kernel: inputs, int32 scalars, outputs; state parts are in place and appear in both groups.
 """
 
 from __future__ import annotations
@@ -17,14 +15,16 @@ from functools import cache
 import torch
 
 from replayssm.plugins import geometry as geo
-from replayssm.plugins.contract import state_parts
+from replayssm.plugins.arguments import (
+    Argument,
+    attention_arguments,
+    conv_arguments,
+    gdn_arguments,
+    mamba2_arguments,
+)
 from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError
 from replayssm.plugins.nvrtc import compile_kernel
-from replayssm.plugins.state import LayerState, torch_dtype
-
-Argument = torch.Tensor | int | None
-
-_INDEX_NAMES = ("seq_lens", "window_starts", "window_lens", "state_batch_indices")
+from replayssm.plugins.state import LayerState
 
 
 def mamba2_window(
@@ -137,134 +137,38 @@ def causal_conv1d_window(
     return out
 
 
+def attention_window(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    state: LayerState,
+    seq_lens: torch.Tensor,
+    window_starts: torch.Tensor,
+    window_lens: torch.Tensor,
+    state_batch_indices: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`reference.attention_window` on a GPU; `out` [T, Hq, hd] is written completely."""
+    config = geo.attention_config(state.geometry, state.settings, q.shape[1])
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    index = (seq_lens, window_starts, window_lens, state_batch_indices)
+    arguments = attention_arguments(q, k, v, state, index, scale, out)
+    launch(config, arguments, q.device, attention_blocks(q, state), blocks_x=q.shape[0])
+    return out
+
+
+def attention_blocks(q: torch.Tensor, state: LayerState) -> int:
+    """Blocks per token: KV heads times tiles of 16 query heads."""
+    heads = state.geometry.num_kv_heads
+    return heads * -(-(q.shape[1] // heads) // 16)
+
+
 def conv_chunks(tokens: int, rows: int, state: LayerState) -> int:
     """Blocks along a row's window: one unless some row must be a long one."""
     return (
         1 if tokens <= rows * max(state.settings.max_window, geo.CONV_CHUNK) else min(64, -(-tokens // geo.CONV_CHUNK))
     )
-
-
-def mamba2_arguments(x, dt, B, C, A_log, D, dt_bias, state, index, layer, out) -> list[Argument]:
-    """Arguments of mamba2_window.cu or mamba2_serial.cu in the kernel's order; ValueError for what does not fit."""
-    geometry, tokens = state.geometry, x.shape[0]
-    H, P, N, G = geometry.nheads, geometry.headdim, geometry.dstate, geometry.ngroups
-    inputs = (
-        ("x", x, (tokens, H, P), 8),
-        ("dt", dt, (tokens, H), 1),
-        ("B", B, (tokens, G, N), 8),
-        ("C", C, (tokens, G, N), 8),
-    )
-    constants = tuple((name, tensor, (H,)) for name, tensor in (("A_log", A_log), ("D", D), ("dt_bias", dt_bias)))
-    return _window_arguments(inputs, constants, state, index, layer, out, (tokens, H, P))
-
-
-def gdn_arguments(q, k, v, a, b, A_log, dt_bias, state, index, layer, out) -> list[Argument]:
-    """Arguments of gdn_window.cu or gdn_serial.cu in the kernel's order; ValueError for what does not fit."""
-    geometry, tokens = state.geometry, v.shape[0]
-    Hk, Hv, dk, dv = geometry.num_k_heads, geometry.num_v_heads, geometry.head_k_dim, geometry.head_v_dim
-    inputs = (
-        ("q", q, (tokens, Hk, dk), 8),
-        ("k", k, (tokens, Hk, dk), 8),
-        ("v", v, (tokens, Hv, dv), 8),
-        ("a", a, (tokens, Hv), 1),
-        ("b", b, (tokens, Hv), 1),
-    )
-    constants = tuple((name, tensor, (Hv,)) for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias)))
-    return _window_arguments(inputs, constants, state, index, layer, out, (tokens, Hv, dv))
-
-
-def conv_arguments(x, weight, bias, state, index, out) -> list[Argument]:
-    """Arguments of causal_conv1d_window.cu in the kernel's order; ValueError for what does not fit."""
-    tokens, channels, taps = x.shape[0], state.geometry.conv_dim, state.geometry.conv_kernel
-    act = torch_dtype(state.settings.activation_dtype)
-    ring = state["conv_ring"]
-    _check_index(index)
-    _check_token_rows("x", x, (tokens, channels), act, 8)
-    _check_dense("weight", weight, (channels, taps), weight.dtype)
-    if bias is not None:
-        _check_dense("bias", bias, (channels,), weight.dtype)
-    _check_dense("out", out, (tokens, channels), act)
-    scalars = [tokens, state.slots, state.settings.max_seq_len, x.stride(0), ring.stride(0)]
-    return [x, weight, bias, ring, state.error_flag, *index, *scalars, out, ring, state.error_flag]
-
-
-def _window_arguments(inputs, constants, state, index, layer, out, out_shape) -> list[Argument]:
-    settings = state.settings
-    act = torch_dtype(settings.activation_dtype)
-    _check_index(index)
-    for name, tensor, shape, multiple in inputs:
-        _check_token_rows(name, tensor, shape, act, multiple)
-    for name, tensor, shape in constants:
-        _check_dense(name, tensor, shape, torch.float32)
-    _check_dense("out", out, out_shape, act)
-    parts = _parts(state)
-    strides = [0 if part is None else part.stride(0) for part in parts]
-    scalars = [out_shape[0], state.slots, settings.max_seq_len, layer]
-    scalars += [tensor.stride(0) for _, tensor, _, _ in inputs] + strides
-    return [
-        *(tensor for _, tensor, _, _ in inputs),
-        *(tensor for _, tensor, _ in constants),
-        *parts,
-        state.error_flag,
-        *index,
-        *scalars,
-        out,
-        *parts,
-        state.error_flag,
-    ]
-
-
-def _parts(state: LayerState) -> list[torch.Tensor | None]:
-    """State parts in the kernel's order. Serial kernels take every part of both modes, None where there is none."""
-    ring = [part.name for part in state.geometry.ring_parts(state.settings)]
-    names = ["checkpoint", "checkpoint_position", *ring]
-    if state.settings.is_baseline or state.settings.serial_exact:
-        names.append("snapshots")
-    parts = [state.tensors.get(name) for name in names]
-    for spec in state_parts(state.geometry, state.settings):
-        tensor = state[spec.name]
-        if not tensor[0].is_contiguous() or tensor.dtype != torch_dtype(spec.dtype) or tensor.data_ptr() % 16:
-            raise ValueError(f"state part {spec.name} must be dense within a slot, aligned and {spec.dtype}")
-        loaded_by_16_bytes = spec.dtype != "int32" and not spec.name.startswith(("ring_dt", "ring_g"))
-        if tensor.stride(0) > 2**31 - 1 or (loaded_by_16_bytes and tensor.stride(0) * tensor.element_size() % 16):
-            raise ValueError(
-                f"state part {spec.name}: slots must lie a multiple of 16 bytes apart, below 2^31 elements"
-            )
-    return parts
-
-
-def _check_index(index: tuple[torch.Tensor, ...]) -> None:
-    rows = index[0].shape
-    for name, tensor in zip(_INDEX_NAMES, index, strict=True):
-        if tensor.shape != rows or tensor.dim() != 1 or tensor.dtype != torch.int32 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be a dense int32 tensor {list(rows)}, got {list(tensor.shape)} of {tensor.dtype}"
-            )
-
-
-def _check_token_rows(
-    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, multiple: int
-) -> None:
-    """Tokens may be strided (a slice of a projection's output), what belongs to a token must be dense."""
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-        raise ValueError(f"{name} must be {list(shape)} of {dtype}, got {list(tensor.shape)} of {tensor.dtype}")
-    dense = 1
-    for size, stride in reversed(list(zip(shape[1:], tensor.stride()[1:], strict=True))):
-        if size != 1 and stride != dense:
-            raise ValueError(f"{name}: all dimensions but the first must be dense, got strides {tensor.stride()}")
-        dense *= size
-    if multiple > 1 and (tensor.data_ptr() % 16 or tensor.stride(0) % multiple):
-        raise ValueError(f"{name}: tokens must start on 16-byte boundaries, got stride {tensor.stride(0)} elements")
-    if tensor.stride(0) > 2**31 - 1:
-        raise ValueError(f"{name}: tokens lie {tensor.stride(0)} elements apart, which exceeds int32")
-
-
-def _check_dense(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be a dense {list(shape)} of {dtype}, got {list(tensor.shape)} of {tensor.dtype} with strides "
-            f"{tensor.stride()}"
-        )
 
 
 @cache
@@ -289,7 +193,7 @@ class LoadedKernel:
             self._check(driver.cuFuncSetAttribute(self._function, attribute, config.shared_bytes))
 
     def __call__(
-        self, arguments: list[Argument], rows: int, grid_z: int, stream: int, blocks_x: int | None = None
+        self, arguments: list[Argument], blocks_y: int, blocks_z: int, stream: int, blocks_x: int | None = None
     ) -> None:
         count = len(arguments)
         # The driver copies the values during the call, so both buffers may be temporary.
@@ -306,8 +210,8 @@ class LoadedKernel:
             self._driver.cuLaunchKernel(
                 self._function,
                 blocks_x or config.blocks_x,
-                rows,
-                grid_z,
+                blocks_y,
+                blocks_z,
                 config.threads,
                 1,
                 1,
@@ -335,14 +239,29 @@ def load_kernel(config: KernelConfig, device: torch.device) -> LoadedKernel:
         return LoadedKernel(config, compiled.image)
 
 
-def launch(config: KernelConfig, arguments: list[Argument], device: torch.device, rows: int, grid_z: int = 1) -> None:
-    if rows == 0:
+def launch(
+    config: KernelConfig,
+    arguments: list[Argument],
+    device: torch.device,
+    blocks_y: int,
+    blocks_z: int = 1,
+    blocks_x: int | None = None,
+) -> None:
+    """Launch on the current stream of `device`; nothing to do for an empty grid."""
+    if blocks_y == 0 or blocks_x == 0:
         return
     for argument in arguments:
         if isinstance(argument, torch.Tensor) and argument.device != device:
             raise ValueError(f"all tensors must be on {device}, got one on {argument.device}")
     kernel = load_kernel(config, device)
-    kernel(arguments, rows, grid_z, torch.cuda.current_stream(device).cuda_stream)
+    kernel(arguments, blocks_y, blocks_z, torch.cuda.current_stream(device).cuda_stream, blocks_x)
 
 
-__all__ = ["UnsupportedGeometryError", "causal_conv1d_window", "gdn_window", "load_kernel", "mamba2_window"]
+__all__ = [
+    "UnsupportedGeometryError",
+    "attention_window",
+    "causal_conv1d_window",
+    "gdn_window",
+    "load_kernel",
+    "mamba2_window",
+]

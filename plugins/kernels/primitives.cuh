@@ -15,6 +15,8 @@ typedef unsigned long long u64;
 #define FORMAT_FP16 1
 #define FORMAT_BF16 2
 
+#define INFINITY __int_as_float(0x7f800000)
+
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 DEVICE float bits_to_float(u32 bits) { return __uint_as_float(bits); }

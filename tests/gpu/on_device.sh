@@ -1,17 +1,17 @@
 #!/bin/bash
 # GPU tests, memory checks and kernel benchmarks on a machine that has only this checkout and a Python with torch.
 #
-#     OUT=folder tests/gpu/on_device.sh [tests] [memcheck] [racecheck] [sweep] [bench]
+#     OUT=folder tests/gpu/on_device.sh [tests] [memcheck] [racecheck] [bench]
 #
 # Every part has its own time limit and log in $OUT, so that one failure hides nothing.
 set -u
 cd "$(dirname "$0")/../.."
 OUT=${OUT:-/tmp/replayssm-gpu}
 site=$(mktemp -d)
-mkdir -p "$OUT" "$site/replayssm"
+mkdir -p "$OUT" "$site/replayssm" /tmp/replayssm-kernels
 for package in plugins builders runtime scripts; do ln -s "$PWD/$package" "$site/replayssm/$package"; done
-export PYTHONPATH="$site" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 REPLAYSSM_RESULTS_DIR="$OUT"
-export REPLAYSSM_CACHE_DIR="$site/cache"
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 REPLAYSSM_RESULTS_DIR="$OUT"
+export REPLAYSSM_CACHE_DIR=/tmp/replayssm-kernels
 
 part() {  # name, seconds, command...
     local name=$1 limit=$2 begin=$SECONDS
@@ -28,16 +28,10 @@ memory_tool() {
 for wanted in "$@"; do
     case $wanted in
     tests)
-        part tests "${LIMIT:-110}" python3 -m pytest tests/plugins/test_kernels_gpu.py -v --tb=short -p no:cacheprovider
+        part tests "${LIMIT:-110}" python3 -m pytest tests/plugins/test_kernels_gpu.py -v --tb=short -p no:cacheprovider ${PYTEST:-}
         grep -E "FAILED|ERROR|passed|failed" "$OUT/tests.log" | tail -n 40
         ;;
     memcheck | racecheck | initcheck) memory_tool "$wanted" ;;
-    sweep)
-        for operator in mamba2 gdn; do
-            part "sweep_$operator" 60 python3 "benchmarks/bench_${operator}_window.py" --sweep --batches 256
-            cat "$OUT/sweep_$operator.log"
-        done
-        ;;
     bench)
         for operator in mamba2 gdn; do
             part "bench_$operator" "${LIMIT:-110}" python3 "benchmarks/bench_${operator}_window.py" ${BENCH:-}

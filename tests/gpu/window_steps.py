@@ -16,6 +16,13 @@ from replayssm.plugins.contract import Geometry, ReplaySettings
 from replayssm.plugins.reference import recurrence
 from replayssm.plugins.state import LayerState, allocate_state, commit, torch_dtype
 
+OPERATORS = {
+    "mamba2": "mamba2_window",
+    "gdn": "gdn_window",
+    "conv": "causal_conv1d_window",
+    "attention": "attention_window",
+}
+
 
 @dataclass
 class Call:
@@ -42,7 +49,9 @@ class Steps:
         self.positions = [0] * slots
         self.count = 0
         kind = geometry.kind
-        if kind == "conv":
+        if kind == "attention":
+            self.constants = []
+        elif kind == "conv":
             self.constants = [self.normal(geometry.conv_dim, geometry.conv_kernel).to(self.dtype), None]
             self.constants[1] = self.normal(geometry.conv_dim).to(self.dtype)
         else:
@@ -73,6 +82,9 @@ class Steps:
         elif g.kind == "gdn":
             keys = (g.num_k_heads, g.head_k_dim)
             shapes = [keys, keys, (g.num_v_heads, g.head_v_dim), (g.num_v_heads,), (g.num_v_heads,)]
+        elif g.kind == "attention":
+            keys = (g.num_kv_heads, g.head_dim)
+            shapes = [(self.query_heads, g.head_dim), keys, keys]
         else:
             shapes = [(g.conv_dim,)]
         sizes = [-(-torch.Size(shape).numel() // 8) * 8 for shape in shapes]
@@ -120,12 +132,15 @@ class Steps:
 
     def run(self, implementation, state: LayerState, call: Call) -> torch.Tensor:
         """The operator of `implementation` (a module with the reference's names) on `call`."""
-        function = getattr(
-            implementation,
-            {"mamba2": "mamba2_window", "gdn": "gdn_window"}.get(self.geometry.kind, "causal_conv1d_window"),
-        )
-        tail = () if self.geometry.kind == "conv" else (0,)
+        function = getattr(implementation, OPERATORS[self.geometry.kind])
+        tail = {"conv": (), "attention": (0.125,)}.get(self.geometry.kind, (0,))
         return function(*call.inputs, *self.constants, state, *call.rows, *tail)
+
+    @property
+    def query_heads(self) -> int:
+        """Of attention: three per KV head, or 17 where there is a single one."""
+        heads = self.geometry.num_kv_heads
+        return 3 * heads if heads > 1 else 17
 
     def commit(self, state: LayerState, call: Call) -> None:
         """Keep the accepted tokens, which only the baseline must be told."""

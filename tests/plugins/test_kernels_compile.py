@@ -8,7 +8,7 @@ import pytest
 
 from replayssm.plugins import geometry as geo
 from replayssm.plugins import nvrtc
-from replayssm.plugins.contract import ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
 
 sys.path.append(str(Path(__file__).parent / "emulation"))
 from emulate import kernel_parameters
@@ -81,6 +81,14 @@ def test_convolution_compiles_without_spills(arch: int, kernel_cache: Path) -> N
     compiled = nvrtc.compile_kernel(config.kernel, dict(config.defines), arch, cache=kernel_cache)
     used = resources(compiled.log)
     assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0
+
+
+@pytest.mark.parametrize(("head_dim", "query_heads"), [(128, 16), (256, 16)])
+def test_attention_compiles(head_dim: int, query_heads: int, kernel_cache: Path) -> None:
+    config = geo.attention_config(AttentionGeometry(2, head_dim), ReplaySettings(), query_heads)
+    for arch in (80, 90):
+        compiled = nvrtc.compile_kernel(config.kernel, dict(config.defines), arch, cache=kernel_cache)
+        assert resources(compiled.log)["registers"] * config.threads <= geo.REGISTERS_PER_SM
 
 
 def ptx_parameters(ptx: str, kernel: str) -> list[str]:

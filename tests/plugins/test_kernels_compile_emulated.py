@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from replayssm.plugins.contract import ConvGeometry, ErrorBit, GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import (
+    AttentionGeometry,
+    ConvGeometry,
+    ErrorBit,
+    GdnGeometry,
+    Mamba2Geometry,
+    ReplaySettings,
+)
 
 sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
 from emulate import Emulated
@@ -62,6 +69,13 @@ CASES = {
         90,
         None,
     ),
+    "attention": (AttentionGeometry(2, 32), {"max_window": 5, "max_seq_len": 255}, 90, None),
+    "attention-128-fp16": (
+        AttentionGeometry(1, 128),
+        {"max_window": 1, "max_seq_len": 128, "activation_dtype": "float16"},
+        90,
+        None,
+    ),
     "conv": (ConvGeometry(24, 4), {"max_window": 5}, 90, None),
     "conv-fp16": (ConvGeometry(1040, 3), {"max_window": 1, "activation_dtype": "float16"}, 90, None),
 }
@@ -78,7 +92,8 @@ def test_matches_the_reference(case: str) -> None:
     steps, kernels = make(case)
     worst = compare(steps, kernels, 12)
     exact = steps.settings.state_dtype == "float32"
-    assert worst.pop("out") < (2e-4 if exact else 1e-3)
+    # Attention's reference rounds its scaled queries to fp32 in another order, which shifts more roundings.
+    assert worst.pop("out") < (1e-3 if not exact or case.startswith("attention") else 2e-4)
     state_limit = 1e-6 if exact else 2e-4
     for name, error in worst.items():
         # u and k of a GDN ring are rounded to 16 bits after different sums; u keeps 16 bits in its pair.

@@ -4,15 +4,20 @@ Tolerances are those of test_kernels_compile_emulated.py; what must be equal is 
 """
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from replayssm.plugins import cuda_ops, launch, nvrtc, torch_ops
-from replayssm.plugins import geometry as geo
-from replayssm.plugins.contract import ConvGeometry, ErrorBit, GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins import cuda_ops, launch, torch_ops
+from replayssm.plugins.contract import (
+    AttentionGeometry,
+    ConvGeometry,
+    ErrorBit,
+    GdnGeometry,
+    Mamba2Geometry,
+    ReplaySettings,
+)
 from replayssm.plugins.state import allocate_state
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
@@ -51,6 +56,9 @@ ODD = {
     "gdn-baseline": (QWEN4B, {"buffer_len": 0, "max_window": 1}),
     "gdn-snapshots": (GdnGeometry(2, 4, 128, 128), {"buffer_len": 0, "max_window": 5, "state_dtype": "bfloat16"}),
     "gdn-serial": (GdnGeometry(2, 4, 128, 128), {"max_window": 3, "serial_exact": True, "u_format": "exact"}),
+    "attention-128": (AttentionGeometry(8, 128), {"max_window": 5, "max_seq_len": 999}),
+    "attention-256": (AttentionGeometry(2, 256), {"max_window": 1, "max_seq_len": 200}),
+    "attention-64": (AttentionGeometry(1, 64), {"max_window": 4, "max_seq_len": 300, "activation_dtype": "float16"}),
     "conv-nano": (ConvGeometry(96 * 80 + 2 * 8 * 128, 4), {"max_window": 5}),
     "conv-qwen": (ConvGeometry(8192, 4), {"max_window": 1, "activation_dtype": "float16"}),
     "conv-short": (ConvGeometry(1048, 2), {"max_window": 16}),
@@ -64,18 +72,6 @@ def make(case: str, **options) -> Steps:
     return Steps(geometry, ReplaySettings(**{**settings, **changes}), device="cuda:0", **options)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    """All variants compiled side by side, so that the tests' time is theirs."""
-    arch = geo.compile_target(launch.device_arch(torch.device("cuda", 0)))
-    configs = []
-    for geometry, settings in CASES.values():
-        if geometry.kind != "conv":
-            configs.append(geo.window_config(geometry, ReplaySettings(**settings), arch))
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda config: nvrtc.compile_kernel(config.kernel, dict(config.defines), arch), configs))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_matches_the_reference(case: str) -> None:
     """Outputs, state and error flags over calls that mix every kind of row, from a poisoned pool."""
@@ -84,7 +80,7 @@ def test_matches_the_reference(case: str) -> None:
     worst = compare(steps, launch, 24 if case in ODD else 8)
     torch.set_num_threads(1)
     exact = steps.settings.state_dtype == "float32"
-    assert worst.pop("out") < (2e-4 if exact else 1e-3)
+    assert worst.pop("out") < (1e-3 if not exact or case.startswith("attention") else 2e-4)
     for name, error in worst.items():
         assert error < (5e-3 if name in ("ring_u", "ring_k") else 2e-6 if exact else 2e-4), name
 
@@ -106,7 +102,7 @@ def test_matches_the_recurrence(case: str, count: int) -> None:
     assert judge(make(case, seed=1), launch, count) < 2.5e-3
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if not name.startswith("conv")])
+@pytest.mark.parametrize("case", [name for name in CASES if not name.startswith(("conv", "attention"))])
 def test_repeated_step_is_bit_equal(case: str) -> None:
     """Rule 2, also for steps that flush: the same call again changes neither outputs nor state."""
     steps = make(case, seed=2)
@@ -221,7 +217,7 @@ def test_offsets_beyond_int32() -> None:
         assert name == "checkpoint_position" or not part[1:2099].any(), name
 
 
-@pytest.mark.parametrize("case", ["mamba2-48", "gdn-64", "conv-short"])
+@pytest.mark.parametrize("case", ["mamba2-48", "gdn-64", "conv-short", "attention-64"])
 def test_operators_serve_cuda_tensors(case: str) -> None:
     """The torch.library operators run the kernels."""
     cuda_ops.register()

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from replayssm.plugins import arguments, launch, nvrtc
 from replayssm.plugins import geometry as geo
-from replayssm.plugins import launch, nvrtc
 from replayssm.plugins.geometry import KernelConfig
 
 PRIMITIVES = Path(__file__).parent / "primitives.h"
@@ -72,14 +72,20 @@ class Emulated:
     def __init__(self, arch: int = 90, cta_rows: int | None = None) -> None:
         self.arch, self.cta_rows, self.seed = arch, cta_rows, 0
 
-    def _call(self, config: KernelConfig, arguments: list, rows: int, grid_z: int = 1) -> None:
+    def _call(self, config: KernelConfig, values: list, rows: int, grid_z: int = 1, grid_x: int = 0) -> None:
         self.seed += 1
-        values = [
+        packed = [
             ctypes.c_int(a) if isinstance(a, int) else ctypes.c_void_p(None if a is None else a.data_ptr())
-            for a in arguments
+            for a in values
         ]
         emulated(config)(
-            config.blocks_x, rows, grid_z, config.threads, config.shared_bytes, ctypes.c_uint(self.seed), *values
+            grid_x or config.blocks_x,
+            rows,
+            grid_z,
+            config.threads,
+            config.shared_bytes,
+            ctypes.c_uint(self.seed),
+            *packed,
         )
 
     def _window_config(self, state) -> KernelConfig:
@@ -88,21 +94,29 @@ class Emulated:
     def mamba2_window(self, x, dt, B, C, A_log, D, dt_bias, state, *rest):
         *index, layer = rest
         out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        arguments = launch.mamba2_arguments(x, dt, B, C, A_log, D, dt_bias, state, tuple(index), layer, out)
-        self._call(self._window_config(state), arguments, index[0].shape[0])
+        values = arguments.mamba2_arguments(x, dt, B, C, A_log, D, dt_bias, state, tuple(index), layer, out)
+        self._call(self._window_config(state), values, index[0].shape[0])
         return out
 
     def gdn_window(self, q, k, v, a, b, A_log, dt_bias, state, *rest):
         *index, layer = rest
         out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-        arguments = launch.gdn_arguments(q, k, v, a, b, A_log, dt_bias, state, tuple(index), layer, out)
-        self._call(self._window_config(state), arguments, index[0].shape[0])
+        values = arguments.gdn_arguments(q, k, v, a, b, A_log, dt_bias, state, tuple(index), layer, out)
+        self._call(self._window_config(state), values, index[0].shape[0])
         return out
 
     def causal_conv1d_window(self, x, weight, bias, state, *index):
         dtype = str(weight.dtype).removeprefix("torch.")
         config = geo.conv_config(state.geometry, state.settings, bias is not None, dtype)
         out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        arguments = launch.conv_arguments(x, weight, bias, state, index, out)
-        self._call(config, arguments, index[0].shape[0], launch.conv_chunks(x.shape[0], index[0].shape[0], state))
+        values = arguments.conv_arguments(x, weight, bias, state, index, out)
+        self._call(config, values, index[0].shape[0], launch.conv_chunks(x.shape[0], index[0].shape[0], state))
+        return out
+
+    def attention_window(self, q, k, v, state, *rest):
+        *index, scale = rest
+        config = geo.attention_config(state.geometry, state.settings, q.shape[1])
+        out = torch.full(q.shape, torch.nan, dtype=q.dtype)
+        values = arguments.attention_arguments(q, k, v, state, tuple(index), scale, out)
+        self._call(config, values, launch.attention_blocks(q, state), grid_x=q.shape[0])
         return out

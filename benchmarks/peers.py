@@ -1,0 +1,77 @@
+"""Standard kernels of other projects, where they can be imported, each at the best launch configuration tried.
+
+A peer rewrites the whole state for every token and gets tensors of the same sizes as ours. Peers are timed like ours
+and checked against our baseline's output in the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown version"
+
+
+MAMBA_CONFIGS = ((4, 4), (8, 1), (16, 1), (16, 2))
+"""(rows per program, warps) of selective_state_update; the first is what it picks itself at dstate 128."""
+
+
+def mamba2_peers(layer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """name -> call(slots [batch]) returning y; mamba-ssm's selective_state_update, one entry per configuration."""
+    try:
+        import triton
+        from mamba_ssm.ops.triton.selective_state_update import _selective_scan_update_kernel as kernel
+    except ImportError:
+        return {}
+    g, state = layer.geometry, layer.state["checkpoint"]
+    x, dt, B, C = layer.inputs
+    A_log, D, dt_bias = layer.constants
+    H, P, N = g.state_shape
+    A = (-torch.exp(A_log))[:, None, None].expand(H, P, N)
+    D, dt_bias, dt = D[:, None].expand(H, P), dt_bias[:, None].expand(H, P), dt[:, :, None].expand(-1, H, P)
+    out = torch.empty_like(x)
+
+    def call(slots: torch.Tensor, rows: int, warps: int) -> torch.Tensor:
+        kernel[(triton.cdiv(P, rows), layer.batch, H)](
+            state, x, dt, dt_bias, A, B, C, D, None, out, slots, layer.batch, H, P, N, H // g.ngroups,
+            *state.stride(), *x.stride(), *dt.stride(), *dt_bias.stride(), *A.stride(), *B.stride(), *C.stride(),
+            *D.stride(), 0, 0, 0, *out.stride(), True, True, rows, num_warps=warps,
+        )  # fmt: skip
+        return out
+
+    name = f"mamba-ssm {_version('mamba-ssm')}"
+    return {
+        f"{name} rows {rows} warps {warps}": lambda slots, rows=rows, warps=warps: call(slots, rows, warps)
+        for rows, warps in MAMBA_CONFIGS
+        if P % rows == 0 or rows <= P
+    }
+
+
+def gdn_peers(layer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """name -> call(slots) returning o; flash-linear-attention's fused recurrent kernel, which writes a new state."""
+    try:
+        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as recurrent
+    except ImportError:
+        return {}
+    q, k, v, a, b = (tensor[:, None] for tensor in layer.inputs)
+    A_log, dt_bias = layer.constants
+    batch = layer.batch
+
+    def call(slots: torch.Tensor) -> torch.Tensor:
+        first = int(layer.first_slot[slots.data_ptr()])
+        with torch.no_grad():
+            o, _ = recurrent(
+                q, k, v, g=a, beta=b, initial_state=layer.state["checkpoint"][first : first + batch],
+                output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log,
+                dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True, state_v_first=True,
+            )  # fmt: skip
+        return o[:, 0]
+
+    return {f"fla {_version('flash-linear-attention')} fused_recurrent": call}

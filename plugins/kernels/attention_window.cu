@@ -1,0 +1,180 @@
+// Attention of packed windows over a position-addressed KV cache. A block serves one token and one tile of up to 16 query
+// heads that share a KV head; its warps split the positions and merge their running softmax at the end. The window's own
+// keys and values are read from the inputs, earlier ones from the cache. See plugins/reference/attention.py.
+//
+// Stamped in: KV_HEADS, GROUP (query heads per KV head), HEAD_DIM, ACTIVATION_FORMAT, SHARED_BYTES.
+#include "rows.cuh"
+
+constexpr int WARPS = 4, THREADS = WARPS * 32, QUERY_TILES = (GROUP + 15) / 16;
+constexpr int STRIDE = HEAD_DIM + 8, POSITIONS = 16, OUTPUT_TILES = HEAD_DIM / 8;
+
+struct Tile {
+    alignas(16) activation_t k[POSITIONS * STRIDE];
+    alignas(16) activation_t v[POSITIONS * STRIDE];
+};
+struct Shared {
+    union {
+        Tile tiles[WARPS];
+        float sums[WARPS][16][HEAD_DIM];
+    };
+    alignas(16) activation_t q[16 * STRIDE];
+    float largest[WARPS][16], total[WARPS][16];
+    int row;
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
+
+KERNEL(THREADS, 1)
+attention_window(
+    // q [T, KV_HEADS * GROUP, HEAD_DIM], k, v [T, KV_HEADS, HEAD_DIM]; caches [slots, max_seq_len, KV_HEADS, HEAD_DIM]
+    const activation_t* q, const activation_t* k, const activation_t* v, const activation_t* k_cache_in,
+    const activation_t* v_cache_in, const int* error_flag_in, const int* seq_lens, const int* window_starts,
+    const int* window_lens, const int* state_batch_indices, int num_tokens, int num_slots, int max_seq_len,
+    int num_rows, int scale_bits, int q_stride, int k_stride, int v_stride, int cache_stride_high, int cache_stride_low,
+    activation_t* out, activation_t* k_cache, activation_t* v_cache, int* error_flag) {
+    DYNAMIC_SHARED(memory);
+    Shared& shared = *(Shared*)memory;
+    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
+    const int token = blockIdx.x, head = (int)blockIdx.y / QUERY_TILES, first = (int)blockIdx.y % QUERY_TILES * 16;
+    const int heads = GROUP - first < 16 ? GROUP - first : 16;
+
+    if (tid == 0) shared.row = -1;
+    sync_threads();
+    for (int b = tid; b < num_rows; b += THREADS) {
+        const Row row = read_row(b, seq_lens, window_starts, window_lens, state_batch_indices, num_tokens, num_slots,
+                                 max_seq_len, nullptr, 0, 0);
+        if (row.error && blockIdx.x == 0 && blockIdx.y == 0) atomic_or(error_flag, row.error);
+        if (row.active && token >= row.start && token < row.start + row.length) shared.row = b;
+    }
+    sync_threads();
+    const long long query = (long long)token * (KV_HEADS * GROUP) + head * GROUP + first;
+    if (shared.row < 0) {
+        for (int i = tid; i < heads * HEAD_DIM / 8; i += THREADS)
+            *(uint4*)(out + query * HEAD_DIM + i * 8) = make_uint4(0, 0, 0, 0);
+        return;
+    }
+    const int b = shared.row, seq_len = seq_lens[b], start = window_starts[b];
+    const int position = seq_len + token - start;
+    // A slot may exceed 2^31 elements, so the stride between slots comes in two parts.
+    const long long cache_stride = (long long)cache_stride_high * 65536 + cache_stride_low;
+    const long long slot = state_batch_indices[b] * cache_stride + head * HEAD_DIM;
+    const float scale = bits_to_float((u32)scale_bits);
+
+    for (int i = tid; i < 16 * (HEAD_DIM / 8); i += THREADS) {
+        const int r = i / (HEAD_DIM / 8), offset = i % (HEAD_DIM / 8) * 8;
+        const bool valid = r < heads;
+        copy_async_16(shared.q + r * STRIDE + offset,
+                      q + (long long)token * q_stride + (head * GROUP + first + (valid ? r : 0)) * HEAD_DIM + offset,
+                      valid);
+    }
+    copy_async_wait();
+    sync_threads();
+
+    Tile& tile = shared.tiles[warp];
+    float sums[OUTPUT_TILES][4] = {}, largest[2] = {-INFINITY, -INFINITY}, total[2] = {0.f, 0.f};
+    for (int base = warp * POSITIONS; base <= position; base += WARPS * POSITIONS) {
+        sync_warp();  // the previous tile has been read
+        for (int i = lane; i < POSITIONS * (HEAD_DIM / 8); i += 32) {
+            const int j = i / (HEAD_DIM / 8), offset = i % (HEAD_DIM / 8) * 8, p = base + j;
+            const bool valid = p <= position, cached = p < seq_len;
+            const int own = start + (valid && !cached ? p - seq_len : 0);
+            const long long at = slot + (long long)(cached ? p : 0) * (KV_HEADS * HEAD_DIM) + offset;
+            copy_async_16(tile.k + j * STRIDE + offset,
+                          cached ? k_cache_in + at : k + (long long)own * k_stride + head * HEAD_DIM + offset, valid);
+            copy_async_16(tile.v + j * STRIDE + offset,
+                          cached ? v_cache_in + at : v + (long long)own * v_stride + head * HEAD_DIM + offset, valid);
+        }
+        copy_async_wait();
+        sync_warp();
+        float score[2][4] = {};
+#pragma unroll 4
+        for (int column = 0; column < HEAD_DIM; column += 16) {
+            u32 a[4];
+            load_matrix_x4(a, shared.q + lane % 16 * STRIDE + column + lane / 16 * 8);
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                u32 keys[2];
+                load_matrix_x2(keys, tile.k + (n * 8 + lane % 8) * STRIDE + column + (lane / 8 & 1) * 8);
+                mma_16bit<ACTIVATION_FORMAT>(score[n], a[0], a[1], a[2], a[3], keys[0], keys[1]);
+            }
+        }
+        float correction[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float top = largest[half];
+#pragma unroll
+            for (int n = 0; n < 2; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float& value = score[n][2 * half + e];
+                    value = base + n * 8 + 2 * t + e <= position ? value * scale : -INFINITY;
+                    top = fmaxf(top, value);
+                }
+            top = fmaxf(top, shuffle_xor(top, 1));
+            top = fmaxf(top, shuffle_xor(top, 2));
+            correction[half] = expf(largest[half] - top);
+            largest[half] = top;
+            float sum = 0.f;
+#pragma unroll
+            for (int n = 0; n < 2; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float& value = score[n][2 * half + e];
+                    value = expf(value - top);
+                    sum += value;
+                }
+            total[half] = total[half] * correction[half] + sum;
+        }
+        // The weights as the sum of two 16-bit numbers, so that they lose nothing that the output could show.
+        u32 high[4], low[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float x = score[i / 2][2 * (i % 2)], y = score[i / 2][2 * (i % 2) + 1];
+            const u32 x_high = float_to_activation(x), y_high = float_to_activation(y);
+            high[i] = x_high | y_high << 16;
+            low[i] = (u32)float_to_activation(x - activation_to_float(x_high)) |
+                     (u32)float_to_activation(y - activation_to_float(y_high)) << 16;
+        }
+#pragma unroll
+        for (int n = 0; n < OUTPUT_TILES; n++) {
+            u32 values[2];
+            load_matrix_x2_transposed(values, tile.v + lane % 16 * STRIDE + n * 8);
+            sums[n][0] *= correction[0], sums[n][1] *= correction[0];
+            sums[n][2] *= correction[1], sums[n][3] *= correction[1];
+            mma_16bit<ACTIVATION_FORMAT>(sums[n], high[0], high[1], high[2], high[3], values[0], values[1]);
+            mma_16bit<ACTIVATION_FORMAT>(sums[n], low[0], low[1], low[2], low[3], values[0], values[1]);
+        }
+    }
+    sync_threads();  // the tiles make room for the sums
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float sum = total[half];
+        sum += shuffle_xor(sum, 1);
+        sum += shuffle_xor(sum, 2);
+        if (t == 0) shared.largest[warp][g + 8 * half] = largest[half], shared.total[warp][g + 8 * half] = sum;
+#pragma unroll
+        for (int n = 0; n < OUTPUT_TILES; n++)
+            *(float2*)&shared.sums[warp][g + 8 * half][n * 8 + 2 * t] =
+                make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
+    }
+    sync_threads();
+    for (int i = tid; i < heads * HEAD_DIM; i += THREADS) {
+        const int r = i / HEAD_DIM, d = i % HEAD_DIM;
+        float top = shared.largest[0][r];
+#pragma unroll
+        for (int w = 1; w < WARPS; w++) top = fmaxf(top, shared.largest[w][r]);
+        float sum = 0.f, weight = 0.f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float share = expf(shared.largest[w][r] - top);
+            sum += share * shared.sums[w][r][d];
+            weight += share * shared.total[w][r];
+        }
+        out[(query + r) * HEAD_DIM + d] = float_to_activation(sum / weight);
+    }
+    if (first == 0)
+        for (int i = tid; i < HEAD_DIM / 8; i += THREADS) {
+            const long long to = slot + (long long)position * (KV_HEADS * HEAD_DIM) + i * 8;
+            *(uint4*)(k_cache + to) = *(const uint4*)(k + (long long)token * k_stride + head * HEAD_DIM + i * 8);
+            *(uint4*)(v_cache + to) = *(const uint4*)(v + (long long)token * v_stride + head * HEAD_DIM + i * 8);
+        }
+}
