@@ -152,7 +152,8 @@ def _architecture(config: Mapping[str, Any], where: str) -> str:
     if named:
         supported = [name for name in named if name in ARCHITECTURES]
         if not supported:
-            raise ValueError(f"{where}: architectures is {named!r}, expected one of {', '.join(ARCHITECTURES)}")
+            remote = "; it needs remote code, which is never run" if config.get("auto_map") else ""
+            raise ValueError(f"{where}: architectures is {named!r}, expected one of {', '.join(ARCHITECTURES)}{remote}")
         return supported[0]
     model_type = config.get("model_type")
     if model_type not in _ARCHITECTURE_OF_MODEL_TYPE:

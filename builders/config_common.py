@@ -12,8 +12,7 @@ WITHOUT_MTP = "set it to 0 to use the model without its draft head"
 def read_attention(fields: Fields, rope: RopeConfig | None, qk_norm: bool, output_gate: bool) -> AttentionConfig:
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
-    if num_heads % num_kv_heads:
-        raise fields.error("num_attention_heads", num_heads, f"a multiple of num_key_value_heads ({num_kv_heads})")
+    fields.multiple(num_heads, num_kv_heads, "num_attention_heads", of_key="num_key_value_heads")
     head_dim = fields.integer("head_dim", "attention_head_dim")
     return AttentionConfig(num_heads, AttentionGeometry(num_kv_heads, head_dim), rope, qk_norm, output_gate)
 

@@ -40,6 +40,8 @@ def _nemotron_kinds(fields: Fields, pattern_key: str, list_keys: tuple[str, ...]
     for key, entries, known in ((pattern_key, pattern, _PATTERN), (fields.name_of(*list_keys), listed, _BLOCK_TYPES)):
         if entries is None:
             continue
+        if not isinstance(entries, str | list | tuple):
+            raise fields.error(key, entries, "a string or a list of layer kinds")
         unknown = [entry for entry in entries if entry not in known]
         if unknown or not entries:
             raise fields.error(key, entries, f"entries out of {', '.join(known)}, got {unknown[:3]}")
@@ -94,11 +96,12 @@ def _nemotron_layer(fields: Fields, kind: str, index: int, prefix: str) -> Layer
 
 
 def _nemotron_mamba2(fields: Fields) -> Mixer:
+    ngroups = fields.integer("n_groups", "mamba_n_groups")
     geometry = Mamba2Geometry(
-        nheads=fields.integer("mamba_num_heads"),
+        nheads=fields.multiple(fields.integer("mamba_num_heads"), ngroups, "mamba_num_heads", of_key="n_groups"),
         headdim=fields.integer("mamba_head_dim"),
         dstate=fields.integer("ssm_state_size", "mamba_d_state"),
-        ngroups=fields.integer("n_groups", "mamba_n_groups"),
+        ngroups=ngroups,
     )
     kernel = fields.integer("conv_kernel", "mamba_d_conv", minimum=2)
     bias = fields.boolean("use_conv_bias", "mamba_conv_bias", default=True)

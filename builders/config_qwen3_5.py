@@ -52,6 +52,8 @@ def _qwen_kinds(fields: Fields) -> list[str]:
     listed = fields.get("layer_types", default=None)
     names = {"linear_attention": "gdn", "full_attention": "attention"}
     if listed is not None:
+        if not isinstance(listed, list | tuple):
+            raise fields.error("layer_types", listed, "a list of layer kinds")
         unknown = [entry for entry in listed if entry not in names]
         if unknown:
             raise fields.error("layer_types", unknown[0], " or ".join(names))
@@ -68,9 +70,10 @@ def _qwen_kinds(fields: Fields) -> list[str]:
 
 
 def _qwen_gdn(fields: Fields) -> GdnConfig:
+    num_k_heads, num_v_heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
     geometry = GdnGeometry(
-        num_k_heads=fields.integer("linear_num_key_heads"),
-        num_v_heads=fields.integer("linear_num_value_heads"),
+        num_k_heads=num_k_heads,
+        num_v_heads=fields.multiple(num_v_heads, num_k_heads, "linear_num_value_heads", of_key="linear_num_key_heads"),
         head_k_dim=fields.integer("linear_key_head_dim"),
         head_v_dim=fields.integer("linear_value_head_dim"),
     )

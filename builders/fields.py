@@ -61,6 +61,12 @@ class Fields:
             raise self.error(self.name_of(*keys), value, f"a number above {above:g}")
         return float(value)
 
+    def multiple(self, value: int, of: int, *keys: str, of_key: str) -> int:
+        """`value` of the keys, once it is a multiple of another key's."""
+        if value % of:
+            raise self.error(self.name_of(*keys), value, f"a multiple of {of_key} ({of})")
+        return value
+
     def boolean(self, *keys: str, default: Any = _REQUIRED) -> bool:
         value = self.get(*keys, default=default)
         if not isinstance(value, bool):
