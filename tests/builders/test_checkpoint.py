@@ -1,0 +1,593 @@
+"""Checkpoint directories: what is read, how little memory it takes, and one clear error for everything damaged."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from replayssm.builders import nvfp4
+from replayssm.builders.checkpoint import INDEX_NAME, Checkpoint
+from replayssm.builders.random_checkpoint import TINY_CONFIGS, write_random_checkpoint
+from replayssm.builders.safetensors_file import SafetensorsFile, SafetensorsWriter, plan_shards
+from replayssm.builders.weight_shapes import weight_shapes
+
+NAMES = list(TINY_CONFIGS)
+SHARD_BYTES = 400_000
+
+
+@pytest.fixture
+def copied(tiny_checkpoint, tmp_path):
+    """A private copy of a tiny checkpoint, to damage."""
+
+    def copy(name: str, **options) -> Path:
+        return Path(shutil.copytree(tiny_checkpoint(name, **options), tmp_path / name))
+
+    return copy
+
+
+def rewrite(directory: Path, change, file: str = "model.safetensors") -> None:
+    """Apply `change` to the dict of tensors of a file."""
+    tensors = {name: tensor.clone() for name, tensor in load_file(directory / file).items()}
+    change(tensors)
+    save_file(tensors, directory / file)
+
+
+def edit_json(path: Path, change) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("options", [{}, {"max_shard_bytes": SHARD_BYTES}])
+def test_every_tensor_is_what_safetensors_reads(tiny_checkpoint, name, options):
+    directory = tiny_checkpoint(name, **options)
+    checkpoint = Checkpoint.open(directory)
+    stored = {}
+    for path in directory.glob("*.safetensors"):
+        stored |= load_file(path)
+    assert len(checkpoint.shards) == (1 if not options else len(list(directory.glob("*.safetensors")))) >= 1
+    assert set(checkpoint.names) == set(weight_shapes(checkpoint.config))
+    assert len(stored) == len(checkpoint.names)
+    for tensor_name in checkpoint.names:
+        tensor = checkpoint.tensor(tensor_name)
+        expected = stored[checkpoint.disk_name(tensor_name)]
+        assert tensor.dtype == expected.dtype == getattr(torch, checkpoint.dtype(tensor_name))
+        assert tuple(tensor.shape) == checkpoint.shape(tensor_name)
+        assert torch.equal(tensor, expected)
+    assert "mtp.layers.0.nothing" not in checkpoint
+    with pytest.raises(KeyError, match="no tensor 'nothing'"):
+        checkpoint.tensor("nothing")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_reads_and_writes_the_same_weights(tiny_checkpoint, name, tmp_path):
+    """Names and shapes are transformers' own, both ways; only the draft head and the vision tower are one-sided."""
+    import transformers
+
+    source = tiny_checkpoint(name)
+    model_class = getattr(transformers, TINY_CONFIGS[name]["architectures"][0])
+    model, info = model_class.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+    assert not info["mismatched_keys"]
+    assert all("visual." in key for key in info["missing_keys"])
+    assert all(key.startswith("mtp.") for key in info["unexpected_keys"])
+    model.save_pretrained(tmp_path)
+    ours, theirs = Checkpoint.open(source), Checkpoint.open(tmp_path)
+    assert theirs.config.mtp is None
+    assert theirs.config.layers == ours.config.layers
+    assert set(ours.names) - set(theirs.names) == {key for key in ours.names if key.startswith("mtp.")}
+    assert bool(theirs.extra_names) == (name == "qwen_vl")
+    for tensor_name in theirs.names:
+        assert torch.equal(theirs.tensor(tensor_name), ours.tensor(tensor_name).float()), tensor_name
+    for extra in theirs.extra_names:
+        assert theirs.extra_tensor(extra).numel() > 0
+
+
+def test_prefixes_of_other_writers(copied):
+    """The same weights under other prefixes, and embeddings as transformers up to 5.14 named them."""
+    directory = copied("nano")
+    original = Checkpoint.open(directory)
+    expected = {name: original.tensor(name).clone() for name in original.names}
+    for prefix in ("model.", "language_model.backbone."):
+        rewrite(
+            directory,
+            lambda tensors, prefix=prefix: [
+                tensors.update({prefix + name.removeprefix(old): tensors.pop(name)})
+                for name in list(tensors)
+                for old in [next((p for p in ("backbone.", "model.") if name.startswith(p)), None)]
+                if old
+            ],
+        )
+        checkpoint = Checkpoint.open(directory)
+        assert checkpoint.prefix == prefix
+        assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in expected.items())
+    rewrite(
+        directory,
+        lambda tensors: tensors.update(
+            {"backbone.embedding.weight": tensors.pop("language_model.backbone.embeddings.weight")}
+        ),
+    )
+    assert torch.equal(Checkpoint.open(directory).tensor("embeddings.weight"), expected["embeddings.weight"])
+
+
+@pytest.mark.parametrize(("name", "first"), [("super", "up_proj"), ("qwen_moe", "gate_up_proj")])
+def test_fused_experts_are_read_one_by_one(copied, name, first):
+    directory = copied(name)
+    separate = Checkpoint.open(directory)
+    expected = {key: separate.tensor(key).clone() for key in separate.names}
+    shapes = dict(weight_shapes(separate.config))
+
+    def fuse(tensors):
+        layers = {key.split(".experts.")[0] for key in tensors if ".experts." in key}
+        for layer in layers:
+            for fused, projections in ((first, ["gate_proj", "up_proj"]), ("down_proj", ["down_proj"])):
+                experts = []
+                for expert in range(8):
+                    parts = [f"{layer}.experts.{expert}.{projection}.weight" for projection in projections]
+                    experts.append(torch.cat([tensors.pop(part) for part in parts if part in tensors]))
+                tensors[f"{layer}.experts.{fused}"] = torch.stack(experts)
+
+    rewrite(directory, fuse)
+    checkpoint = Checkpoint.open(directory)
+    assert set(checkpoint.names) == set(shapes)
+    for key, tensor in expected.items():
+        assert torch.equal(checkpoint.tensor(key), tensor), key
+
+
+def test_tied_embeddings_may_be_stored_twice(copied):
+    directory = copied("qwen")
+    rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    checkpoint = Checkpoint.open(directory)
+    assert "lm_head.weight" not in checkpoint
+    assert checkpoint.config.lm_head_name in checkpoint
+    assert checkpoint.extra_names == ()
+
+
+def test_draft_head_that_the_config_does_not_describe_is_kept_apart(copied):
+    directory = copied("qwen")
+    edit_json(directory / "config.json", lambda config: config.pop("mtp_num_hidden_layers"))
+    checkpoint = Checkpoint.open(directory)
+    assert checkpoint.config.mtp is None
+    assert "mtp.fc.weight" in checkpoint.extra_names
+    assert "mtp.fc.weight" not in checkpoint
+
+
+def test_described_draft_head_without_weights_is_absent(copied):
+    directory = copied("super")
+    rewrite(directory, lambda tensors: [tensors.pop(key) for key in list(tensors) if key.startswith("mtp.")])
+    assert Checkpoint.open(directory).config.mtp is None
+
+
+def test_identity_covers_configs_and_headers(copied):
+    directory = copied("nano")
+    identity = Checkpoint.open(directory).identity
+    assert Checkpoint.open(directory).identity == identity
+    assert len(identity) == 64
+    edit_json(directory / "config.json", lambda config: config.update(max_position_embeddings=4096))
+    changed = Checkpoint.open(directory).identity
+    assert changed != identity
+    rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].float()}))
+    assert Checkpoint.open(directory).identity != changed
+
+
+def test_views_survive_release_and_the_file_is_untouched_by_writes(copied):
+    directory = copied("nano")
+    before = (directory / "model.safetensors").read_bytes()
+    checkpoint = Checkpoint.open(directory)
+    weight = checkpoint.tensor("lm_head.weight")
+    copy = weight.clone()
+    checkpoint.release()
+    assert torch.equal(weight, copy)
+    weight[0, 0] += 1
+    assert (directory / "model.safetensors").read_bytes() == before
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+_READ_EVERYTHING = """
+import sys
+from pathlib import Path
+from replayssm.builders.checkpoint import Checkpoint
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssFile"))) * 1024
+
+checkpoint = Checkpoint.open(sys.argv[1])
+start, peak, total = resident(), 0, 0
+for name in checkpoint.names:
+    total += checkpoint.tensor(name).view(-1).view(__import__("torch").uint8)[::512].sum().item() >= 0 and 1
+    peak = max(peak, resident() - start)
+print(peak, sum(checkpoint.nbytes(name) for name in checkpoint.names), total)
+"""
+
+
+def test_memory_does_not_grow_with_what_was_read(tmp_path):
+    """720 MB in shards of about 90 MB are read through in a process that never holds more than half of them."""
+    config = {**TINY_CONFIGS["nano"], "hybrid_override_pattern": "-" * 8, "hidden_size": 1024}
+    config |= {"intermediate_size": 22_000, "num_nextn_predict_layers": 0}
+    directory = tmp_path / "wide"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    shapes = _disk_shapes(config)
+    plan = plan_shards([(name, 2 * math.prod(shape)) for name, shape in shapes.items()], 91_000_000)
+    for file, names in plan.items():
+        write_sparse(directory / file, {name: shapes[name] for name in names})
+    index = {"weight_map": {name: file for file, names in plan.items() for name in names}}
+    (directory / INDEX_NAME).write_text(json.dumps(index))
+    assert len(plan) >= 8
+    output = subprocess.run(
+        [sys.executable, "-c", _READ_EVERYTHING, str(directory)], check=True, capture_output=True, text=True
+    ).stdout
+    peak, size, tensors = map(int, output.split())
+    assert size > 700_000_000
+    assert tensors == len(shapes)
+    # Pages are given back after every 256 MiB; one more tensor and what the kernel maps around a fault come on top.
+    assert peak < 256 * 2**20 + 90_000_000
+
+
+def write_sparse(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """bf16 zeros that take no space on the disk."""
+    header, position = {}, 0
+    for name, shape in shapes.items():
+        end = position + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded)
+    os.truncate(path, 8 + len(encoded) + position)
+
+
+def _disk_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    from replayssm.builders.config import read_config
+    from replayssm.builders.random_checkpoint import disk_name
+
+    model = read_config(config)
+    return {disk_name(model, name): shape for name, shape in weight_shapes(model).items()}
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def damage_truncate(directory):
+    path = directory / "model-00002-of-00004.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damage_header(directory, change):
+    path = directory / "model.safetensors"
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = change(data[8 : 8 + length])
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + length :])
+
+
+def shift_offsets(header: bytes) -> bytes:
+    """The first tensor claims to start four bytes later: a gap, and the same number of bytes."""
+    value = json.loads(header)
+    name = min((key for key in value if key != "__metadata__"), key=lambda key: value[key]["data_offsets"][0])
+    value[name]["data_offsets"] = [offset + 4 for offset in value[name]["data_offsets"]]
+    return json.dumps(value).encode()
+
+
+def set_entry(header: bytes, name: str, **fields) -> bytes:
+    value = json.loads(header)
+    value[name] |= fields
+    return json.dumps(value).encode()
+
+
+IN_PROJ = "backbone.layers.0.mixer.in_proj.weight"
+SHARDED = {"max_shard_bytes": SHARD_BYTES}
+DAMAGES = {
+    "truncated shard": (SHARDED, damage_truncate, r"model-00002-of-00004\.safetensors: truncated: \d+ bytes, expected"),
+    "longer than its header says": (
+        {},
+        lambda d: (d / "model.safetensors").open("ab").write(b"xx"),
+        "longer than its header says",
+    ),
+    "missing shard": (
+        SHARDED,
+        lambda d: (d / "model-00003-of-00004.safetensors").unlink(),
+        r"model-00003-of-00004\.safetensors: no such file, but .* says it holds '.*'; copy or download",
+    ),
+    "missing index": (SHARDED, lambda d: (d / INDEX_NAME).unlink(), r"index\.json: no such file, but model-00001"),
+    "empty file": ({}, lambda d: (d / "model.safetensors").write_bytes(b""), "0 bytes, expected a safetensors file"),
+    "garbage": ({}, lambda d: (d / "model.safetensors").write_bytes(b"\x80\x04pickle" * 50), "no safetensors file"),
+    "LFS pointer": (
+        {},
+        lambda d: (d / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
+        "Git LFS pointer",
+    ),
+    "header is no JSON": ({}, lambda d: damage_header(d, lambda h: b"x" * len(h)), "header is not valid JSON"),
+    "header is a list": ({}, lambda d: damage_header(d, lambda h: b"[]"), "header is no JSON object"),
+    "tensor twice in a header": (
+        {},
+        lambda d: damage_header(d, lambda h: h.replace(b'"lm_head.weight"', b'"backbone.norm_f.weight"')),
+        r"lists 'backbone\.norm_f\.weight' twice",
+    ),
+    "offsets leave a gap": ({}, lambda d: damage_header(d, shift_offsets), "neither overlap nor leave gaps"),
+    "shape and bytes disagree": (
+        {},
+        lambda d: damage_header(d, lambda h: set_entry(h, IN_PROJ, shape=[1, 1])),
+        rf"tensor '{IN_PROJ}' has \d+ bytes of data, expected 2 for BF16 \[1, 1\]",
+    ),
+    "malformed entry": (
+        {},
+        lambda d: damage_header(d, lambda h: set_entry(h, IN_PROJ, shape="x")),
+        f"entry of '{IN_PROJ}' is malformed",
+    ),
+    "unknown dtype": (
+        {},
+        lambda d: damage_header(d, lambda h: set_entry(h, IN_PROJ, dtype="C64")),
+        f"tensor '{IN_PROJ}' has dtype C64, expected one of",
+    ),
+    "missing tensor": (
+        {},
+        lambda d: rewrite(d, lambda t: t.pop(IN_PROJ)),
+        r"tensor 'layers\.0\.mixer\.in_proj\.weight' is missing, expected bfloat16 or .* \[328, 128\]",
+    ),
+    "missing head": (
+        {},
+        lambda d: rewrite(d, lambda t: t.pop("lm_head.weight")),
+        "config.json must say tie_word_embeddings: true",
+    ),
+    "incomplete draft head": (
+        {},
+        lambda d: rewrite(d, lambda t: t.pop("mtp.layers.0.enorm.weight")),
+        "the draft head is incomplete",
+    ),
+    "wrong shape": (
+        {},
+        lambda d: rewrite(d, lambda t: t.update({IN_PROJ: t[IN_PROJ][:-8].clone()})),
+        rf"model\.safetensors: tensor '{IN_PROJ}' has shape \[320, 128\], expected \[328, 128\] from config\.json",
+    ),
+    "wrong dtype": (
+        {},
+        lambda d: rewrite(d, lambda t: t.update({"backbone.norm_f.weight": torch.ones(128, dtype=torch.int32)})),
+        r"tensor 'backbone\.norm_f\.weight' is int32, expected bfloat16 or",
+    ),
+    "unexpected tensor": (
+        {},
+        lambda d: rewrite(d, lambda t: t.update({"backbone.layers.0.mixer.extra": torch.ones(1)})),
+        r"unexpected tensor 'backbone\.layers\.0\.mixer\.extra'",
+    ),
+    "same weight under two names": (
+        {},
+        lambda d: rewrite(d, lambda t: t.update({IN_PROJ.replace("backbone", "model"): t[IN_PROJ].clone()})),
+        "is the same weight as",
+    ),
+    "index names another file": (
+        SHARDED,
+        lambda d: edit_json(
+            d / INDEX_NAME, lambda i: i["weight_map"].update({IN_PROJ: "model-00004-of-00004.safetensors"})
+        ),
+        rf"holds tensor '{IN_PROJ}', which {INDEX_NAME} places in model-00004",
+    ),
+    "index names a tensor that is nowhere": (
+        SHARDED,
+        lambda d: edit_json(
+            d / INDEX_NAME, lambda i: i["weight_map"].update({"ghost": "model-00001-of-00004.safetensors"})
+        ),
+        "tensor 'ghost' is missing, but",
+    ),
+    "index misses a tensor": (
+        SHARDED,
+        lambda d: edit_json(d / INDEX_NAME, lambda i: i["weight_map"].pop(IN_PROJ)),
+        "places nowhere",
+    ),
+    "index leaves the directory": (
+        SHARDED,
+        lambda d: edit_json(d / INDEX_NAME, lambda i: i["weight_map"].update({IN_PROJ: "../x.safetensors"})),
+        "expected a file of this directory",
+    ),
+    "empty index": (SHARDED, lambda d: (d / INDEX_NAME).write_text("{}"), "weight_map is missing or empty"),
+    "index is no JSON": (SHARDED, lambda d: (d / INDEX_NAME).write_text("{"), "not valid JSON"),
+    "stale single file": (
+        SHARDED,
+        lambda d: save_file({"x": torch.ones(1)}, d / "model.safetensors"),
+        "delete whichever of the two is stale",
+    ),
+    "quantized weights, no declaration": (
+        {},
+        lambda d: rewrite(d, lambda t: t.update({IN_PROJ: torch.zeros(328, 64, dtype=torch.uint8)})),
+        r"module 'layers\.0\.mixer\.in_proj' is stored as w4a16_nvfp4, but the quantization config declares dense",
+    ),
+    "declaration, no quantized weights": (
+        {},
+        lambda d: (d / "hf_quant_config.json").write_text(
+            json.dumps({"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}})
+        ),
+        r"module 'layers\.0\.mixer\.in_proj' is stored as dense, but the quantization config declares fp8",
+    ),
+    "no config": ({}, lambda d: (d / "config.json").unlink(), r"config\.json: no such file; expected a Hugging Face"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_one_clear_error(copied, damage):
+    options, apply, message = DAMAGES[damage]
+    directory = copied("nano", **options)
+    if options:
+        assert (directory / "model-00004-of-00004.safetensors").is_file()
+    apply(directory)
+    with pytest.raises(ValueError, match=message) as caught:
+        Checkpoint.open(directory)
+    assert str(directory) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".pt"])
+def test_pickles_are_refused_with_the_way_out(copied, suffix):
+    directory = copied("nano")
+    (directory / "model.safetensors").rename(directory / f"pytorch_model{suffix}")
+    with pytest.raises(ValueError, match=rf"pytorch_model\{suffix}: pickled weights are refused.*save_pretrained"):
+        Checkpoint.open(directory)
+
+
+def test_no_weights_and_no_directory(copied):
+    directory = copied("nano")
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        Checkpoint.open(directory)
+    with pytest.raises(ValueError, match="no such directory"):
+        Checkpoint.open(directory / "missing")
+
+
+@pytest.mark.parametrize(("name", "file"), [("nano", "config.json"), ("nano", "model.safetensors")])
+def test_unreadable_file(copied, name, file):
+    """A directory where a file is expected, since tests may run as root, who can read anything."""
+    directory = copied(name)
+    (directory / file).unlink()
+    (directory / file).mkdir()
+    with pytest.raises(ValueError, match=file.replace(".", r"\.")):
+        Checkpoint.open(directory)
+
+
+# --- one file -------------------------------------------------------------------------------------------------------
+
+
+def test_writer_and_reader_agree_with_safetensors(tmp_path):
+    tensors = {
+        "scalar": torch.tensor(3.5),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "half": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+        "eighth": torch.ones(5).to(torch.float8_e4m3fn),
+        "empty": torch.empty(0, 4),
+    }
+    path = tmp_path / "file.safetensors"
+    specs = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with SafetensorsWriter(path, specs) as writer:
+        for name in reversed(tensors):
+            writer.write(name, tensors[name])
+    assert path.stat().st_size == writer.size
+    file = SafetensorsFile(path)
+    for name, tensor in load_file(path).items():
+        assert torch.equal(tensor.float(), tensors[name].float())
+        assert torch.equal(file.view(file.entries[name]).float(), tensor.float())
+    with safe_open(path, "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+def test_unaligned_tensors_are_read(tmp_path):
+    """The format does not promise alignment; other writers may put a byte before a float."""
+    header = {
+        "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "b": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]},
+    }
+    encoded = json.dumps(header).encode()
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + b"\x07" + struct.pack("<2f", 1.5, -2.0))
+    file = SafetensorsFile(path)
+    assert file.view(file.entries["b"]).tolist() == [1.5, -2.0]
+
+
+def test_writer_refuses_what_was_not_announced(tmp_path):
+    with pytest.raises(ValueError, match="'b' was announced but never written"):  # noqa: SIM117
+        with SafetensorsWriter(tmp_path / "one", {"a": ("float32", (2,)), "b": ("float32", ())}) as writer:
+            writer.write("a", torch.ones(2))
+    with SafetensorsWriter(tmp_path / "two", {"a": ("bfloat16", (2,))}) as writer:
+        with pytest.raises(ValueError, match="announced as"):
+            writer.write("a", torch.ones(3, dtype=torch.bfloat16))
+        with pytest.raises(ValueError, match="announced as"):
+            writer.write("a", torch.ones(2))
+        writer.write("a", torch.full((2,), 1.0078125 + 2**-9), convert=True)
+    assert load_file(tmp_path / "two")["a"].tolist() == [1.0078125, 1.0078125]
+
+
+def test_plan_shards():
+    assert plan_shards([("a", 5), ("b", 5)], 10) == {"model.safetensors": ["a", "b"]}
+    plan = plan_shards([("a", 5), ("b", 6), ("c", 20), ("d", 1)], 10)
+    assert list(plan.values()) == [["a"], ["b"], ["c"], ["d"]]
+    assert next(iter(plan)) == "model-00001-of-00004.safetensors"
+
+
+def test_random_checkpoints_are_reproducible(tmp_path):
+    first = write_random_checkpoint(TINY_CONFIGS["super"], tmp_path / "a", seed=3)
+    second = write_random_checkpoint(TINY_CONFIGS["super"], tmp_path / "b", seed=3)
+    third = write_random_checkpoint(TINY_CONFIGS["super"], tmp_path / "c", seed=4)
+    contents = [(path / "model.safetensors").read_bytes() for path in (first, second, third)]
+    assert contents[0] == contents[1] != contents[2]
+
+
+def test_dequantized_reads_every_format(copied):
+    """The three formats beside each other in one checkpoint, as MIXED_PRECISION declares them."""
+    directory = copied("nano")
+    algorithms = {"layers.0.mixer.in_proj": "NVFP4", "layers.1.mixer.up_proj": "W4A16_NVFP4", "lm_head": "FP8"}
+    original = Checkpoint.open(directory)
+    weights = {module: original.tensor(f"{module}.weight").clone() for module in algorithms}
+
+    def quantize(tensors):
+        for module, algo in algorithms.items():
+            disk = module if module == "lm_head" else f"backbone.{module}"
+            convert = nvfp4.quantize_fp8 if algo == "FP8" else nvfp4.quantize
+            parts = convert(tensors.pop(f"{disk}.weight"))._asdict()
+            if algo != "W4A16_NVFP4":
+                parts["input_scale"] = torch.tensor([1.0])  # a vector of one is a scalar too
+            tensors.update({f"{disk}.{suffix}": tensor for suffix, tensor in parts.items()})
+
+    rewrite(directory, quantize)
+    layers = {module: {"quant_algo": algo} for module, algo in algorithms.items()}
+    section = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
+    checkpoint = Checkpoint.open(directory)
+    assert dict(checkpoint.formats) == {
+        "layers.0.mixer.in_proj": "nvfp4",
+        "layers.1.mixer.up_proj": "w4a16_nvfp4",
+        "lm_head": "fp8",
+    }
+    assert checkpoint.module_format("layers.2.mixer.in_proj") == "dense"
+    assert checkpoint.shape("lm_head.input_scale") == ()
+    for module, weight in weights.items():
+        convert = nvfp4.quantize_fp8 if algorithms[module] == "FP8" else nvfp4.quantize
+        restore = nvfp4.dequantize_fp8 if algorithms[module] == "FP8" else nvfp4.dequantize
+        assert torch.equal(checkpoint.dequantized(module), restore(*convert(weight)))
+    dense = "layers.2.mixer.in_proj"
+    assert torch.equal(checkpoint.dequantized(dense), checkpoint.tensor(f"{dense}.weight").float())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("lm_head.input_scale"), "weight-only FP8 is not supported"),
+        (lambda t: t.pop("lm_head.weight_scale"), "'lm_head.weight_scale' is missing"),
+        (lambda t: t.update({"lm_head.weight_scale": torch.ones(512)}), r"has shape \[512\], expected \[\]"),
+        (lambda t: t.update({"lm_head.pre_quant_scale": torch.ones(1)}), "unexpected tensor 'lm_head.pre_quant_scale'"),
+    ],
+)
+def test_incomplete_quantized_module(copied, change, message):
+    directory = copied("nano")
+
+    def quantize(tensors):
+        parts = nvfp4.quantize_fp8(tensors.pop("lm_head.weight"))._asdict()
+        tensors.update({f"lm_head.{suffix}": tensor for suffix, tensor in parts.items()})
+        tensors["lm_head.input_scale"] = torch.tensor(1.0)
+        change(tensors)
+
+    rewrite(directory, quantize)
+    section = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"lm_head": {"quant_algo": "FP8"}}}
+    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
+    with pytest.raises(ValueError, match=message):
+        Checkpoint.open(directory)
+
+
+def test_kv_cache_scales_are_read(copied):
+    directory = copied("nano")
+    names = [f"backbone.layers.3.mixer.{part}" for part in ("k_proj.k_scale", "v_proj.v_scale")]
+    rewrite(directory, lambda tensors: tensors.update({name: torch.tensor(0.5) for name in names}))
+    checkpoint = Checkpoint.open(directory)
+    assert checkpoint.tensor("layers.3.mixer.k_proj.k_scale") == 0.5
+    assert checkpoint.tensor("layers.3.mixer.v_proj.v_scale") == 0.5
