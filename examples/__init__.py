@@ -1,0 +1,1 @@
+"""Two small trained hybrid checkpoints, and everything that made them."""
