@@ -28,7 +28,10 @@ def dequantized(quantized: Checkpoint):
             experts = range(len(parameter))
             modules = [[f"{layer}.experts.{e}.{name}" for name in names] for e in experts]
             return torch.stack([torch.cat([quantized.dequantized(m) for m in group]) for group in modules])
-        return quantized.dequantized(module) if module in quantized.formats else parameter
+        if module in quantized.formats:
+            return quantized.dequantized(module)
+        # Dense tensors too: modelopt rounds what the original keeps in fp32.
+        return quantized.tensor(canonical_name(name)) if canonical_name(name) in quantized else parameter
 
     return transform
 
