@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from replayssm.runtime.generation import generate
-from replayssm.runtime.sampling import SamplingParams
+from replayssm.runtime.sampling import SamplingBatch, SamplingParams, sample
 from replayssm.runtime.session import Session
 from replayssm.runtime.speculation import Draft, MtpDrafter, NgramDrafter
 
@@ -127,6 +127,17 @@ def test_drafts_keep_sampled_tokens_too(tiny_engine, layout):
     results = generate(session, prompts, 40, params, drafter, eos_token_ids=())
     assert [result.token_ids for result in results] == [result.token_ids for result in plain]
     assert all(result.acceptance_length > 1.9 for result in results)
+
+
+def test_each_token_is_drawn_at_its_own_position(tiny_engine):
+    """A continuation can be redone from any prefix: the draw depends on seed and position alone."""
+    engine = tiny_engine("nano")
+    prompt, params = random_prompts(21)[0], SamplingParams(temperature=1.0, seed=8)
+    tokens = generate(Session(engine, slots=1), [prompt], 8, params, eos_token_ids=())[0].token_ids
+    for index, token in enumerate(tokens):
+        session = Session(engine, slots=1)
+        logits = session.prefill(session.allocate(), [*prompt, *tokens[:index]])
+        assert int(sample(logits[None], SamplingBatch([params], [len(prompt) + index]))) == token
 
 
 class RandomDrafter:
