@@ -119,7 +119,7 @@ def test_rows_outside_the_live_history_are_never_read(make_operator, dice, asser
         live = list(range(first, seq_len))
         for part, tensor in poisoned.tensors.items():
             if part not in ("checkpoint", "checkpoint_position"):
-                dead = [i for i in range(tensor.shape[1]) if i not in {p % tensor.shape[1] for p in live}]
+                dead = sorted(set(range(tensor.shape[1])) - {position % tensor.shape[1] for position in live})
                 tensor[1, dead] = torch.nan
         if operator.recurrent and first == 0:
             poisoned["checkpoint"][1] = torch.nan
@@ -153,6 +153,23 @@ def test_rule_7_every_tile_keeps_its_own_position(make_operator, name):
     assert (state["checkpoint_position"][1] == 12345).all()
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize(
+    ("seq_len", "length", "slot"), [(3, 2, -1), (2**31 - 1, 1, -1), (4, 0, 0), (0, 0, 99), (-7, 0, 1)]
+)
+def test_rule_8_padding_touches_nothing_and_is_no_error(
+    make_operator, snapshot, assert_same, name, seq_len, length, slot
+):
+    """pad_slot_id or an empty window, whatever the row's other numbers say."""
+    operator = make_operator(name, buffer_len=LENGTH, max_window=WINDOW, activation_dtype="float32")
+    state = operator.pool(2)
+    before = snapshot(state)
+    output = operator.run(state, operator.inputs(4), [seq_len], [1], [length], [slot])
+    assert_same(output, torch.zeros_like(output))
+    assert_same(snapshot(state), before)
+    assert int(state.error_flag) == 0
+
+
 INVALID = {
     # Row (seq_len, start, length, slot) for a pool of 3 slots, 10 tokens, c = 20, L = 8, windows to 5, 100 positions.
     "slot_past_the_pool": ((22, 0, 1, 3), ErrorBit.SLOT_OUT_OF_RANGE),
@@ -176,9 +193,11 @@ def test_rule_8_invalid_row_is_reported_and_changes_nothing(make_operator, snaps
     state = operator.pool(3)
     for place, position in ((1, 20), (2, 95)):
         operator.place(state, place, position)
+    earlier = 1 << 10  # a bit that another layer raised before
+    state.error_flag |= earlier
     before = snapshot(state)
     output = operator.run(state, operator.inputs(10), [seq_len], [start], [length], [slot])
-    assert int(state.error_flag) == flag
+    assert int(state.error_flag) == flag | earlier
     assert_same(output, torch.zeros_like(output))
     assert_same(snapshot(state), before)
 

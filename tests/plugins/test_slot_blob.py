@@ -105,20 +105,20 @@ def test_rule_9_rejected_tokens_are_not_in_a_blob(started, settings):
     assert save_slot(states, 1, 21) != before or settings == MODES[1]
 
 
-def test_rule_9_blob_holds_live_rows_only(started, tmp_path):
-    """The documented content, read with nothing but safetensors and json."""
-    _, states, _ = started(29)
+def test_rule_9_blob_holds_live_rows_only(started, tmp_path, assert_same):
+    """The documented content, in the order of positions, read with nothing but safetensors and json."""
+    _, states, inputs = started(29)
     c = int(states["gdn"]["checkpoint_position"][1, 0, 0])
     assert 0 < c < 29
     path = tmp_path / "blob.safetensors"
     path.write_bytes(save_slot(states, 1, 29))
     with safe_open(path, "pt") as file:
         metadata = json.loads(file.metadata()[METADATA_KEY])
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     assert (metadata["version"], metadata["seq_len"]) == (1, 29)
     assert metadata["layers"]["gdn"]["checkpoint_position"] == c
     assert metadata["layers"]["attention"]["checkpoint_position"] is None
-    assert shapes == {
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
         "mamba2/checkpoint": (6, 5, 7),
         "mamba2/ring_x": (29 - c, 6, 5),
         "mamba2/ring_B": (29 - c, 2, 7),
@@ -131,6 +131,9 @@ def test_rule_9_blob_holds_live_rows_only(started, tmp_path):
         "attention/k_cache": (29, 2, 6),
         "attention/v_cache": (29, 2, 6),
     }
+    assert_same(tensors["mamba2/ring_x"], inputs["mamba2"][0][c:29])
+    assert_same(tensors["conv/conv_ring"], inputs["conv"][0][26:29])
+    assert_same(tensors["attention/v_cache"], inputs["attention"][2][:29])
 
 
 def test_rule_9_blob_before_the_first_fold_has_no_checkpoint(started):
