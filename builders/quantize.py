@@ -182,7 +182,11 @@ def _write_layers(
         input_amax: dict[str, torch.Tensor] = {}
         if batches:
             with layers.loaded(layer) as model:
-                input_amax, hidden = modelopt.calibrate(model, layer, hidden)
+                try:
+                    input_amax, hidden = modelopt.calibrate(model, layer, hidden)
+                except FloatingPointError as error:
+                    output.check_weights(layer)
+                    raise ValueError(f"{checkpoint.directory}: {layer.prefix}: {error}") from None
         output.write_layer(layer, input_amax)
         checkpoint.release()
     progress("Copying unquantized weights", 0, 1)
@@ -248,7 +252,10 @@ class _Modelopt:
     def calibrate(
         self, model: torch.nn.Module, layer: LayerConfig, hidden: list[torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """(largest input of each module by canonical name, outputs of the layer) for its inputs `hidden`."""
+        """(largest input of each module by canonical name, outputs of the layer) for its inputs `hidden`.
+
+        Raises FloatingPointError where an activation is not finite.
+        """
         outputs: list[torch.Tensor] = []
 
         def loop(converted: torch.nn.Module) -> None:
@@ -258,7 +265,12 @@ class _Modelopt:
         # The weights' ranges are measured when they are quantized; here they would be read once per batch.
         recipe = copy.deepcopy(self._recipe)
         recipe["quant_cfg"] = [rule for rule in recipe["quant_cfg"] if rule["quantizer_name"] != "*weight_quantizer"]
-        model = self._mtq.quantize(model, recipe, loop)
+        try:
+            model = self._mtq.quantize(model, recipe, loop)
+        except AssertionError as error:
+            if "values in amax" not in str(error):
+                raise
+            raise FloatingPointError("NaN or infinity among the activations; the weights are damaged") from None
         largest: dict[str, torch.Tensor] = {}
         for name, module in model.named_modules():
             base = layer.prefix + name.removeprefix("layers.0.")
@@ -266,11 +278,6 @@ class _Modelopt:
             for attribute, quantizer in quantizers.items():
                 if quantizer is not None and quantizer.is_enabled and quantizer.amax is not None:
                     amax = quantizer.amax.float().reshape(())
-                    if not torch.isfinite(amax):
-                        raise ValueError(
-                            f"calibration: the input of {base} is not finite; the checkpoint's weights before it are "
-                            "damaged, or a token id means nothing to it"
-                        )
                     largest.update((f"{base}{child}", amax) for child in _children(layer, attribute))
         return largest, outputs
 

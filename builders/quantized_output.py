@@ -75,8 +75,13 @@ class QuantizedOutput:
             module = name.removesuffix(".weight")
             shape = self.checkpoint.shape(name)
             if module in self.formats:
-                for suffix, spec in storage(shape, self.formats[module]).items():
-                    self.tensors[f"{self.disk_name(module)}.{suffix}"] = spec
+                try:
+                    stored = storage(shape, self.formats[module])
+                except ValueError as error:
+                    raise ValueError(
+                        f"{self.checkpoint.directory}: {name}: {error}; choose --recipe fp8 for this model"
+                    ) from None
+                self.tensors.update((f"{self.disk_name(module)}.{suffix}", spec) for suffix, spec in stored.items())
             else:
                 disk = self.disk_name(name)
                 self.tensors[disk] = (self._dense_dtype(name), shape)
@@ -116,6 +121,12 @@ class QuantizedOutput:
                 self._write_quantized(module, shared.get(module), input_amax.get(module))
             else:
                 self._write(self.disk_name(name), self.checkpoint.tensor(name))
+
+    def check_weights(self, layer: LayerConfig) -> None:
+        """ValueError naming the first weight of a layer that is to be quantized and holds NaN or infinity."""
+        for name in layer_shapes(self.checkpoint.config, layer):
+            if name.removesuffix(".weight") in self.formats:
+                self._amax(name.removesuffix(".weight"))
 
     def _shared_amax(self, layer: LayerConfig) -> dict[str, torch.Tensor]:
         """Largest weight of each group of modules that share scales."""
