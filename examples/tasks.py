@@ -197,6 +197,11 @@ def long(rng: random.Random) -> Problem:
     return _ledger(rng, "long", (6, 8), 2000, 90000, "++--*/")
 
 
+def marathon(rng: random.Random) -> Problem:
+    """Like `long` with 10 to 14 steps, beyond the training length: 700 to 1,200 tokens."""
+    return _ledger(rng, "marathon", (10, 14), 2000, 90000, "++--*/")
+
+
 def hard(rng: random.Random) -> Problem:
     """Three or four people trade; only the balances that change are written down."""
     people = rng.sample(NAMES, rng.randint(3, 4))
@@ -228,13 +233,15 @@ def hard(rng: random.Random) -> Problem:
     return Problem("hard", " ".join(story), "\n".join([*lines, final_line(answer)]), str(answer))
 
 
-def track(rng: random.Random) -> Problem:
-    """Five to seven people hold one treasure each and swap 12 to 20 times: no numbers."""
-    people = rng.sample(NAMES, rng.randint(5, 7))
+def _swaps(
+    rng: random.Random, tier: str, holders: tuple[int, int], swaps: tuple[int, int]
+) -> Problem:
+    """People hold one treasure each and swap: no numbers."""
+    people = rng.sample(NAMES, rng.randint(*holders))
     held = dict(zip(people, rng.sample(TREASURES, len(people)), strict=True))
     story = [f"{p} holds the {held[p]}." for p in people]
     lines = []
-    for _ in range(rng.randint(12, 20)):
+    for _ in range(rng.randint(*swaps)):
         a, b = rng.sample(people, 2)
         held[a], held[b] = held[b], held[a]
         story.append(
@@ -246,8 +253,18 @@ def track(rng: random.Random) -> Problem:
     story.append(f"What does {who} hold in the end?")
     lines.append(f"{who} holds the {held[who]}.")
     return Problem(
-        "track", " ".join(story), "\n".join([*lines, final_line(held[who])]), held[who]
+        tier, " ".join(story), "\n".join([*lines, final_line(held[who])]), held[who]
     )
+
+
+def track(rng: random.Random) -> Problem:
+    """Five to seven people and 12 to 20 swaps."""
+    return _swaps(rng, "track", (5, 7), (12, 20))
+
+
+def tangle(rng: random.Random) -> Problem:
+    """Seven people and 24 to 32 swaps, beyond the training length."""
+    return _swaps(rng, "tangle", (7, 7), (24, 32))
 
 
 def _filler(rng: random.Random, sentences: int) -> str:
@@ -309,6 +326,11 @@ TIERS: dict[str, Callable[[random.Random], Problem]] = {
 }
 
 
+# Never trained on: how accuracy falls past the training lengths.
+STRETCH: dict[str, Callable[[random.Random], Problem]] = {"marathon": marathon, "tangle": tangle}
+GENERATORS = TIERS | STRETCH
+
+
 def split_of(question: str) -> str:
     """`train` or `test`, by a hash of the question."""
     digest = hashlib.blake2b(question.encode(), digest_size=4).digest()
@@ -321,7 +343,7 @@ def generate(tier: str, split: str, seed: int) -> Problem:
         raise ValueError(f"split must be 'train' or 'test', got {split!r}")
     rng = random.Random(f"{tier}/{split}/{seed}")
     while True:
-        problem = TIERS[tier](rng)
+        problem = GENERATORS[tier](rng)
         if split_of(problem.question) == split:
             return problem
 
