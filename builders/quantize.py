@@ -181,15 +181,22 @@ def _write_layers(
         progress(what, layer.index, count)
         input_amax: dict[str, torch.Tensor] = {}
         if batches:
-            with layers.loaded(layer) as model:
-                try:
-                    input_amax, hidden = modelopt.calibrate(model, layer, hidden)
-                except FloatingPointError as error:
-                    output.check_weights(layer)
-                    raise ValueError(f"{checkpoint.directory}: {layer.prefix}: {error}") from None
+            try:
+                input_amax, hidden = _calibrate(layers, layer, modelopt, hidden)
+            except FloatingPointError as error:
+                output.check_weights(layer)
+                raise ValueError(f"{checkpoint.directory}: {layer.prefix}: {error}") from None
         output.write_layer(layer, input_amax)
         checkpoint.release()
     progress("Copying unquantized weights", 0, 1)
+
+
+def _calibrate(
+    layers: LayerModels, layer: LayerConfig, modelopt: _Modelopt, hidden: list[torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """`_Modelopt.calibrate` in a scope of its own: with it goes the last reference to the mapped weights."""
+    with layers.loaded(layer) as model:
+        return modelopt.calibrate(model, layer, hidden)
 
 
 def _sequences_per_call(batch: torch.Tensor) -> int:

@@ -357,6 +357,20 @@ def test_layers_run_on_file_backed_weights(tiny_checkpoint, tmp_path, name, dtyp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_each_layers_weights_are_gone_before_it_is_written(tiny_checkpoint, tmp_path, monkeypatch):
+    """Otherwise scratch files of two layers would fill the disk, and their mappings the address space."""
+    mapped = []
+    original = quantized_output.QuantizedOutput.write_layer
+
+    def write_layer(self, layer, input_amax):
+        mapped.extend(line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line)
+        original(self, layer, input_amax)
+
+    monkeypatch.setattr(quantized_output.QuantizedOutput, "write_layer", write_layer)
+    quantize_checkpoint(tiny_checkpoint("super"), tmp_path / "out", options("nvfp4"))
+    assert mapped == []
+
+
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
