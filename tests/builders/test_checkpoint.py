@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from replayssm.builders import nvfp4
 from replayssm.builders.checkpoint import INDEX_NAME, Checkpoint
+from replayssm.builders.config import published_config
 from replayssm.builders.random_checkpoint import TINY_CONFIGS, write_random_checkpoint
 from replayssm.builders.safetensors_file import SafetensorsFile, SafetensorsWriter, plan_shards
 from replayssm.builders.weight_shapes import weight_shapes
@@ -258,6 +259,29 @@ def _disk_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 
     model = read_config(config)
     return {disk_name(model, name): shape for name, shape in weight_shapes(model).items()}
+
+
+def test_a_120b_checkpoint_opens_in_seconds_and_little_memory(tmp_path):
+    """All 42,683 tensors (247 GB, sparse) of Super-120B in 50 shards are checked, and one expert is read."""
+    config = published_config("super120b")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = _disk_shapes(config)
+    plan = plan_shards([(name, 2 * math.prod(shape)) for name, shape in shapes.items()], 5 * 10**9)
+    for file, names in plan.items():
+        write_sparse(tmp_path / file, {name: shapes[name] for name in names})
+    index = {"weight_map": {name: file for file, names in plan.items() for name in names}}
+    (tmp_path / INDEX_NAME).write_text(json.dumps(index))
+    before = resident_bytes()
+    checkpoint = Checkpoint.open(tmp_path)
+    assert sum(file.size for file in checkpoint.shards) > 247 * 10**9
+    assert checkpoint.tensor("layers.87.mixer.experts.511.down_proj.weight").sum() == 0
+    # 42,683 names, shapes and places: about 60 MB of Python objects.
+    assert resident_bytes() - before < 150 * 10**6
+
+
+def resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) * 1024
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
