@@ -55,9 +55,7 @@ def batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
         yield items[start : start + size]
 
 
-def run_tier(
-    session: Any, tier: str, count: int, draft: str, draft_len: int | None, advance: Any
-) -> dict[str, Any]:
+def run_tier(session: Any, tier: str, count: int, draft: str, draft_len: int | None, advance: Any) -> dict[str, Any]:
     """Answer the first `count` held-out problems; `advance(n)` hears of n more being done."""
     from replayssm.runtime.generation import generate
 
@@ -71,9 +69,7 @@ def run_tier(
     # Groups only pace the progress bar; within one, slots are refilled as sequences end.
     for group in batches(problems, 4 * session.slots):
         prompts = [encode(tokenizer, p.question) for p in group]
-        results = generate(
-            session, prompts, limit, None, drafter, draft_len, tokenizer=tokenizer
-        )
+        results = generate(session, prompts, limit, None, drafter, draft_len, tokenizer=tokenizer)
         for problem, result in zip(group, results, strict=True):
             right += tasks.is_correct(result.text, problem.answer)
             tokens += len(result.token_ids)

@@ -104,10 +104,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    jobs = [
-        (args.tokenizer, str(args.folder), n, args.rows)
-        for n in range(args.first, args.first + args.count)
-    ]
+    jobs = [(args.tokenizer, str(args.folder), n, args.rows) for n in range(args.first, args.first + args.count)]
     with multiprocessing.Pool(args.workers) as pool:
         pool.starmap(write_shard, jobs, chunksize=1)
 

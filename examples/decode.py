@@ -37,9 +37,7 @@ class _Conv:
     def __init__(self, conv: torch.nn.Conv1d, rows: int, device: str) -> None:
         self.conv = conv
         self.weight = conv.weight[:, 0].float()
-        self.past = torch.zeros(
-            rows, conv.kernel_size[0] - 1, conv.in_channels, device=device, dtype=conv.weight.dtype
-        )
+        self.past = torch.zeros(rows, conv.kernel_size[0] - 1, conv.in_channels, device=device, dtype=conv.weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, C] -> [rows, C], silu included."""
@@ -113,9 +111,7 @@ class _AttentionStep:
 class Decoder:
     """Greedy decoding of a fixed number of rows."""
 
-    def __init__(
-        self, model: HybridLM, rows: int, capacity: int, device: str, state_format: str = "fp32"
-    ) -> None:
+    def __init__(self, model: HybridLM, rows: int, capacity: int, device: str, state_format: str = "fp32") -> None:
         self.model, self.device, self.capacity = model, device, capacity
         self.mixers = []
         for block in model.blocks:
@@ -181,9 +177,9 @@ class Decoder:
         limit = min(self.capacity, max(lengths) + max_new_tokens) - 1
         for t in range(limit):
             advance()
-            if t % 32 == 31 and t >= max(lengths):
-                if bool((self.ids[:, : t + 2] == END).any(1).all()):
-                    break
+            # Asking costs a synchronisation, so ask now and then.
+            if t % 32 == 31 and t >= max(lengths) and bool((self.ids[:, : t + 2] == END).any(1).all()):
+                break
         ids = self.ids.cpu().tolist()
         return [
             row[: row.index(END, n) + 1] if END in row[n:] else row[: n + max_new_tokens]

@@ -31,9 +31,7 @@ def wilson(successes: int, count: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def acceptance(
-    model: HybridLM, outputs: list[list[int]], prompts: list[int], rows: int = 8
-) -> tuple[int, int]:
+def acceptance(model: HybridLM, outputs: list[list[int]], prompts: list[int], rows: int = 8) -> tuple[int, int]:
     """(tokens, verify steps) summed over greedy outputs that ended."""
     device = next(model.parameters()).device
     done = [(o, p) for o, p in zip(outputs, prompts, strict=True) if o[-1] == END]

@@ -156,15 +156,11 @@ class Mamba2(nn.Module):
         )
 
     def forward(self, h: Tensor, rows: Rows) -> Tensor:
-        z, xbc, dt = self.in_proj(h).split(
-            [self.inner, self.conv_dim, self.c.mamba_num_heads], -1
-        )
+        z, xbc, dt = self.in_proj(h).split([self.inner, self.conv_dim, self.c.mamba_num_heads], -1)
         xbc = causal_conv(xbc, self.conv1d, rows.segment).to(z.dtype)
         x, b, c = self.split_xbc(xbc)
         dt = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
-        y = scans.mamba2_chunked(
-            x, dt, -self.A_log.exp(), b, c, self.D, rows.segment, matmul_dtype=rows.scan_dtype
-        )
+        y = scans.mamba2_chunked(x, dt, -self.A_log.exp(), b, c, self.D, rows.segment, matmul_dtype=rows.scan_dtype)
         return self.out_proj(self.gated_norm(y.flatten(-2), z))
 
 

@@ -144,7 +144,7 @@ class HybridLM(nn.Module):
                 scale = 0.04 / math.sqrt(depth) if inward else 0.04
                 p.copy_(torch.randn(p.shape, generator=generator) * scale)
             elif "conv1d.weight" in name:
-                p.copy_((torch.rand(p.shape, generator=generator) - 0.5))
+                p.copy_(torch.rand(p.shape, generator=generator) - 0.5)
             elif "conv1d.bias" in name:
                 p.zero_()
 
@@ -173,8 +173,7 @@ class Qwen35(HybridLM):
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.model.layers = nn.ModuleList(
-            QwenBlock(c, attention=(i + 1) % c.full_attention_interval == 0)
-            for i in range(c.num_hidden_layers)
+            QwenBlock(c, attention=(i + 1) % c.full_attention_interval == 0) for i in range(c.num_hidden_layers)
         )
         self.model.norm = RMSNorm(c.hidden_size, c.eps, zero_centred=True)
         self.mtp = QwenMTP(c)

@@ -11,6 +11,8 @@ large products only, which still accumulate in fp32.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,7 +63,17 @@ def mamba2_chunked(
         return _mamba2_chunked(x, dt, a, b, c, d, segment, chunk, matmul_dtype)
 
 
-def _mamba2_chunked(x, dt, a, b, c, d, segment, chunk, matmul_dtype):
+def _mamba2_chunked(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    segment: Tensor,
+    chunk: int,
+    matmul_dtype: torch.dtype | None,
+) -> Tensor:
     tokens, heads = x.shape[1], x.shape[2]
     groups = b.shape[2]
     work = matmul_dtype or dt.dtype
@@ -106,9 +118,7 @@ def _carry(ends: Tensor, chunk_decay: Tensor, continues: Tensor) -> Tensor:
     return torch.einsum("bmzh,bzhps->bmhps", weight, ends)
 
 
-def mamba2_sequential(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, segment: Tensor
-) -> Tensor:
+def mamba2_sequential(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, segment: Tensor) -> Tensor:
     """S_t = exp(a dt_t) S_{t-1} + dt_t x_t B_t^T, y_t = S_t C_t + D x_t, one token at a time."""
     rows, tokens, heads, p = x.shape
     repeat = heads // b.shape[2]
@@ -128,7 +138,7 @@ class _UnitLowerInverse(torch.autograd.Function):
     """(I + L)^-1 for strictly lower triangular L [..., c, c]; the gradient is two products."""
 
     @staticmethod
-    def forward(ctx, lower: Tensor) -> Tensor:
+    def forward(ctx: Any, lower: Tensor) -> Tensor:
         eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
         inverse = torch.linalg.solve_triangular(
             eye + lower, eye.expand_as(lower).contiguous(), upper=False, unitriangular=True
@@ -137,7 +147,7 @@ class _UnitLowerInverse(torch.autograd.Function):
         return inverse
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (inverse,) = ctx.saved_tensors
         with torch.autocast(grad.device.type, enabled=False):
             turned = inverse.transpose(-1, -2)
@@ -167,9 +177,7 @@ def chunk_states_backward(grad: Tensor, transition: Tensor) -> Tensor:
         if m == n - 2:
             out[m] = grad[m + 1]
         else:
-            torch.baddbmm(
-                grad[m + 1], transition[m + 1].transpose(-1, -2), out[m + 1], out=out[m]
-            )
+            torch.baddbmm(grad[m + 1], transition[m + 1].transpose(-1, -2), out[m + 1], out=out[m])
     return out
 
 
@@ -178,11 +186,11 @@ def _(grad: Tensor, transition: Tensor) -> Tensor:
     return torch.empty_like(grad)
 
 
-def _chunk_states_setup(ctx, inputs, output) -> None:
+def _chunk_states_setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0], output)
 
 
-def _chunk_states_grad(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk_states_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     transition, states = ctx.saved_tensors
     with torch.autocast(grad.device.type, enabled=False):
         added = chunk_states_backward(grad.contiguous(), transition)
@@ -197,9 +205,7 @@ def l2_normalize(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def gdn_chunked(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segment: Tensor, chunk: int = 64
-) -> Tensor:
+def gdn_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segment: Tensor, chunk: int = 64) -> Tensor:
     """q, k [b,T,hk,dk] raw, v [b,T,h,dv], g (log decay) and beta [b,T,h] -> [b,T,h,dv].
 
     WY form: with D the pairwise decay and L = strict_lower(beta k k^T D), the corrected values of a
@@ -210,7 +216,7 @@ def gdn_chunked(
         return _gdn_chunked(q, k, v, g, beta, segment, chunk)
 
 
-def _gdn_chunked(q, k, v, g, beta, segment, chunk):
+def _gdn_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segment: Tensor, chunk: int) -> Tensor:
     tokens, heads = v.shape[1], v.shape[2]
     repeat = heads // q.shape[2]
     seg = _pad_tokens(segment, chunk)
@@ -251,9 +257,7 @@ def _gdn_chunked(q, k, v, g, beta, segment, chunk):
     return out.transpose(2, 3).flatten(1, 2)[:, :tokens]
 
 
-def gdn_sequential(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segment: Tensor
-) -> Tensor:
+def gdn_sequential(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segment: Tensor) -> Tensor:
     """u = beta (v - e^g S k), S = e^g S + u k^T, o = S q, one token at a time (S [dv, dk])."""
     repeat = v.shape[2] // q.shape[2]
     q = (l2_normalize(q) * q.shape[-1] ** -0.5).repeat_interleave(repeat, 2)

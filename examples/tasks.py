@@ -16,20 +16,60 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-NAMES = (
-    "Ada Ben Cara Dan Ella Finn Gina Hugo Iris Jack Kira Liam Maya Noah Olga Paul "
-    "Rosa Sam Tina Umar Vera Will Yara Zoe"
-).split()
-THINGS = (
-    "apples books cards coins shells stamps pens beads marbles stickers buttons tickets "
-    "pears plums nuts stones cups keys bricks flowers"
-).split()
-TREASURES = "kite drum ball lamp ring boat bell hat map rope flute clock".split()
-PLACES = "river garden market bridge school station forest harbour library farm".split()
-ANIMALS = "fox owl horse cat dog goose rabbit mouse bear duck".split()
-MOODS = "old quiet happy tired brave young small clever lazy hungry".split()
-DEEDS = "walks sleeps waits sings rests plays hides runs dreams eats".split()
-TIMES = "at noon,at night,in the morning,in winter,all day,after the rain".split(",")
+NAMES = [
+    "Ada",
+    "Ben",
+    "Cara",
+    "Dan",
+    "Ella",
+    "Finn",
+    "Gina",
+    "Hugo",
+    "Iris",
+    "Jack",
+    "Kira",
+    "Liam",
+    "Maya",
+    "Noah",
+    "Olga",
+    "Paul",
+    "Rosa",
+    "Sam",
+    "Tina",
+    "Umar",
+    "Vera",
+    "Will",
+    "Yara",
+    "Zoe",
+]
+THINGS = [
+    "apples",
+    "books",
+    "cards",
+    "coins",
+    "shells",
+    "stamps",
+    "pens",
+    "beads",
+    "marbles",
+    "stickers",
+    "buttons",
+    "tickets",
+    "pears",
+    "plums",
+    "nuts",
+    "stones",
+    "cups",
+    "keys",
+    "bricks",
+    "flowers",
+]
+TREASURES = ["kite", "drum", "ball", "lamp", "ring", "boat", "bell", "hat", "map", "rope", "flute", "clock"]
+PLACES = ["river", "garden", "market", "bridge", "school", "station", "forest", "harbour", "library", "farm"]
+ANIMALS = ["fox", "owl", "horse", "cat", "dog", "goose", "rabbit", "mouse", "bear", "duck"]
+MOODS = ["old", "quiet", "happy", "tired", "brave", "young", "small", "clever", "lazy", "hungry"]
+DEEDS = ["walks", "sleeps", "waits", "sings", "rests", "plays", "hides", "runs", "dreams", "eats"]
+TIMES = ["at noon", "at night", "in the morning", "in winter", "all day", "after the rain"]
 
 TEST_SHARE = 16  # one question in 16 hashes to the test split
 
@@ -162,9 +202,7 @@ def _ledger_event(
             kinds = "+"
 
 
-def _ledger(
-    rng: random.Random, tier: str, steps: tuple[int, int], low: int, high: int, kinds: str
-) -> Problem:
+def _ledger(rng: random.Random, tier: str, steps: tuple[int, int], low: int, high: int, kinds: str) -> Problem:
     """One person's store of things through a number of events."""
     who, what = rng.choice(NAMES), rng.choice(THINGS)
     value = rng.randint(low, high)
@@ -172,14 +210,10 @@ def _ledger(
     lines = [f"{who} has {value} {what}."]
     for _ in range(rng.randint(*steps)):
         templates, k, value, line = _ledger_event(rng, value, low, high, kinds)
-        story.append(
-            rng.choice(templates).format(who=who, what=what, k=k, place=rng.choice(PLACES))
-        )
+        story.append(rng.choice(templates).format(who=who, what=what, k=k, place=rng.choice(PLACES)))
         lines.append(line)
     story.append(f"How many {what} does {who} have now?")
-    return Problem(
-        tier, " ".join(story), "\n".join([*lines, final_line(value)]), str(value)
-    )
+    return Problem(tier, " ".join(story), "\n".join([*lines, final_line(value)]), str(value))
 
 
 def easy(rng: random.Random) -> Problem:
@@ -233,9 +267,7 @@ def hard(rng: random.Random) -> Problem:
     return Problem("hard", " ".join(story), "\n".join([*lines, final_line(answer)]), str(answer))
 
 
-def _swaps(
-    rng: random.Random, tier: str, holders: tuple[int, int], swaps: tuple[int, int]
-) -> Problem:
+def _swaps(rng: random.Random, tier: str, holders: tuple[int, int], swaps: tuple[int, int]) -> Problem:
     """People hold one treasure each and swap: no numbers."""
     people = rng.sample(NAMES, rng.randint(*holders))
     held = dict(zip(people, rng.sample(TREASURES, len(people)), strict=True))
@@ -245,16 +277,13 @@ def _swaps(
         a, b = rng.sample(people, 2)
         held[a], held[b] = held[b], held[a]
         story.append(
-            rng.choice(["{a} and {b} swap.", "{a} trades with {b}.", "Now {a} swaps with {b}."])
-            .format(a=a, b=b)
+            rng.choice(["{a} and {b} swap.", "{a} trades with {b}.", "Now {a} swaps with {b}."]).format(a=a, b=b)
         )
         lines.append(f"{a} and {b} swap: {a} holds the {held[a]}, {b} holds the {held[b]}.")
     who = rng.choice(people)
     story.append(f"What does {who} hold in the end?")
     lines.append(f"{who} holds the {held[who]}.")
-    return Problem(
-        tier, " ".join(story), "\n".join([*lines, final_line(held[who])]), held[who]
-    )
+    return Problem(tier, " ".join(story), "\n".join([*lines, final_line(held[who])]), held[who])
 
 
 def track(rng: random.Random) -> Problem:
@@ -282,14 +311,11 @@ def recall(rng: random.Random) -> Problem:
     what = rng.choice(THINGS)
     have = {p: rng.randint(11, 99) for p in people}
     facts = [
-        rng.choice(["{p} keeps {k} {what} at home.", "{p} has {k} {what} in a box."])
-        .format(p=p, k=have[p], what=what)
+        rng.choice(["{p} keeps {k} {what} at home.", "{p} has {k} {what} in a box."]).format(p=p, k=have[p], what=what)
         for p in people
     ]
     asked = rng.sample(people, rng.randint(4, 5))
-    question = (
-        f"How many {what} do {', '.join(asked[:-1])} and {asked[-1]} have together?"
-    )
+    question = f"How many {what} do {', '.join(asked[:-1])} and {asked[-1]} have together?"
     total = have[asked[0]]
     lines = [f"{asked[0]} has {total}."]
     for p in asked[1:]:
@@ -306,9 +332,7 @@ def gsm(rng: random.Random) -> Problem:
     while True:
         seed = rng.randrange(2**31)
         item = reasoning_gym.create_dataset("gsm_symbolic", size=1, seed=seed)[0]
-        question = item["question"].replace(
-            " Give the result as your final answer. Do not include units.", ""
-        )
+        question = item["question"].replace(" Give the result as your final answer. Do not include units.", "")
         working = item["metadata"]["answer_cot"].rsplit("####", 1)[0].strip()
         answer = str(item["answer"])
         if len(question) < 700 and len(working) < 900 and "." not in answer:

@@ -1,7 +1,7 @@
 """Train one of the two checkpoints; resumable at any step, bit-equal to an uninterrupted run.
 
     python -m examples.tokenizer work/tokenizer
-    python -m examples.data work/shards --tokenizer work/tokenizer/tokenizer.json --count 480
+    python -m examples.data work/shards --tokenizer work/tokenizer/tokenizer.json --count 313
     python -m examples.train qwen3.5-tiny --work work --stop-after-s 480    # again to go on
 
 Rows are packed documents (examples/data.py); the seed of the weights and the order of the data are fixed.
@@ -30,7 +30,7 @@ class Recipe:
     """What decides the weights, apart from the code."""
 
     layout: str
-    steps: int = 8000
+    steps: int = 5000
     rows: int = 32
     warmup: int = 200
     lr: float = 3e-3
@@ -60,9 +60,7 @@ class RowSource:
 class Trainer:
     """Model, optimizers, step count; saves and loads itself."""
 
-    def __init__(
-        self, recipe: Recipe, device: str, compiled: bool = False, model: HybridLM | None = None
-    ) -> None:
+    def __init__(self, recipe: Recipe, device: str, compiled: bool = False, model: HybridLM | None = None) -> None:
         self.recipe, self.device, self.compiled = recipe, device, compiled
         torch.manual_seed(recipe.seed)
         self.model = model or networks.LAYOUTS[recipe.layout]()
@@ -97,9 +95,7 @@ class Trainer:
             self.same_document = same_document
         self.segment.copy_(segment)
         size = segment.shape[1]
-        mask = create_block_mask(
-            self.same_document, segment.shape[0], None, size, size, device=self.device
-        )
+        mask = create_block_mask(self.same_document, segment.shape[0], None, size, size, device=self.device)
         return Rows(self.segment, mask, torch.bfloat16)
 
     def train_step(self, ids: Tensor) -> Tensor:

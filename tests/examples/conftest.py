@@ -24,9 +24,7 @@ def tiny_networks():
         "head_dim": 16,
         "intermediate_size": 48,
     }
-    nemotron = NemotronConfig(
-        pattern="M-*M-", mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=16, **sizes
-    )
+    nemotron = NemotronConfig(pattern="M-*M-", mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=16, **sizes)
     qwen = QwenConfig(
         num_hidden_layers=5,
         linear_num_key_heads=1,

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from examples import decode, export, networks, tasks
 from safetensors import safe_open
 
+from examples import decode, export, networks, tasks
 from tests.examples.conftest import ROOT
 
 NAMES = list(networks.LAYOUTS)
@@ -48,8 +48,9 @@ def test_transformers_answers_as_the_training_network(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_easy_held_out_problems(name):
-    from examples.tokenizer import prompt_ids
     from tokenizers import Tokenizer
+
+    from examples.tokenizer import prompt_ids
 
     model = export.load(FOLDERS[name], name)
     tokenizer = Tokenizer.from_file(str(FOLDERS[name] / "tokenizer.json"))

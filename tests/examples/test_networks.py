@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from examples import decode, export, networks
 from examples.model import Rows
 
@@ -104,6 +105,6 @@ def test_state_formats_round(name):
     state = torch.randn(2, 3, 8, 8)
     error = (decode.round_state(state, name) - state).abs().max() / state.abs().max()
     # Half a step of 24, 8, 11 and 4 significand bits.
-    assert error <= {"fp32": 0.0, "bf16": 2**-9, "fp16": 2**-12, "fp8": 2**-4}[name] * 1.01
+    assert error <= {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-11, "fp8": 2**-4}[name] * 1.01
     with pytest.raises(ValueError, match="fp32, bf16, fp16 or fp8"):
         decode.round_state(state, "fp4")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from examples import scans
 
 ROWS, TOKENS = 2, 75

@@ -5,6 +5,7 @@ import random
 import re
 
 import pytest
+
 from examples import tasks
 
 HAVE_GSM = importlib.util.find_spec("reasoning_gym") is not None

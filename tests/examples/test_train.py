@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from examples import networks, optim, train
 from examples.tokenizer import ASSISTANT, BEGIN, END, USER
 
