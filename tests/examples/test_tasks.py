@@ -60,8 +60,10 @@ def test_every_small_step_is_true(tier):
         working = tasks.generate(tier, "train", seed).working
         for a, sign, b, result in re.findall(r"(\d+) ([-+*/]) (\d+): [^.]*\. So (\d+)\.", working):
             assert OPERATIONS[sign](int(a), int(b)) == int(result)
-        for left, right in re.findall(r"([\d+*-]+)=(\d+)", working):
-            assert eval(left) == int(right)  # digits and signs only
+        for left, right, rest in re.findall(r"([\d+*/-]+)=(\d+)(?: rest (\d+))?", working):
+            assert eval(left.replace("/", "//")) == int(right)  # digits and signs only
+            if rest:
+                assert eval(left.replace("/", "%")) == int(rest)
 
 
 def test_worked_arithmetic_reads_like_long_hand():
