@@ -327,7 +327,10 @@ def recall(rng: random.Random) -> Problem:
 
 def gsm(rng: random.Random) -> Problem:
     """reasoning-gym's gsm_symbolic: 100 templates of GSM8K problems, their own written steps."""
-    import reasoning_gym
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("tier gsm needs reasoning-gym: pip install reasoning-gym==0.1.25") from error
 
     while True:
         seed = rng.randrange(2**31)
