@@ -12,6 +12,7 @@ Shapes below: Hv value heads, Hk key heads, w window tokens, n history tokens, m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -73,12 +74,17 @@ def gdn_window(
         require(name, tensor, (geometry.num_v_heads,))
     rows = interpret_rows(state, tokens, seq_lens, window_starts, window_lens, state_batch_indices)
     acc = torch_dtype(settings.scalar_dtype)
-    call = _GdnCall(state, torch.zeros(v.shape, dtype=acc))
-    call.q, call.k = l2_normalize(q, acc).to(acc) * geometry.head_k_dim**-0.5, l2_normalize(k, acc)
-    # Scalars of a head and token are cheap: fp64, rounded once.
-    call.g = (softplus(a.double() + dt_bias.double()) * -torch.exp(A_log.double())).to(acc)
-    call.v, call.beta = v, sigmoid(b.double()).to(acc)
-    call.new_u = torch.zeros_like(call.out)
+    call = _GdnCall(
+        state=state,
+        out=torch.zeros(v.shape, dtype=acc),
+        q=l2_normalize(q, acc).to(acc) * geometry.head_k_dim**-0.5,
+        k=l2_normalize(k, acc),
+        v=v,
+        # Scalars of a head and token are cheap: fp64, rounded once.
+        g=(softplus(a.double() + dt_bias.double()) * -torch.exp(A_log.double())).to(acc),
+        beta=sigmoid(b.double()).to(acc),
+        new_u=torch.zeros(v.shape, dtype=acc),
+    )
     call.run(rows)
     return call.out.to(act)
 
@@ -103,6 +109,7 @@ def join_u(planes: torch.Tensor) -> torch.Tensor:
     return planes[..., 0, :] if planes.shape[-2] == 1 else planes[..., 0, :] + planes[..., 1, :]
 
 
+@dataclass
 class _GdnCall(RecurrentCall):
     """k [T, Hk, dk] normalised and v [T, Hv, dv] in their own dtype; q [T, Hk, dk] normalised and scaled, g and beta
     [T, Hv] in the accumulation dtype, as is new_u [T, Hv, dv], the u of the windows' tokens."""

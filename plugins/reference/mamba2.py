@@ -10,6 +10,7 @@ Shapes below: H heads, G groups, P headdim, N dstate, w window tokens, m = histo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -68,15 +69,22 @@ def mamba2_window(
         require(name, tensor, (heads,))
     rows = interpret_rows(state, tokens, seq_lens, window_starts, window_lens, state_batch_indices)
     acc = torch_dtype(settings.scalar_dtype)
-    call = _Mamba2Call(state, torch.zeros(x.shape, dtype=acc))
-    call.x, call.B, call.C = x, B, C
-    # Scalars of a head and token are cheap: fp64, rounded once.
-    call.dt = softplus(dt.double() + dt_bias.double()).to(acc)
-    call.A, call.D = -torch.exp(A_log.to(acc)), D.to(acc)[:, None]
+    call = _Mamba2Call(
+        state=state,
+        out=torch.zeros(x.shape, dtype=acc),
+        x=x,
+        # Scalars of a head and token are cheap: fp64, rounded once.
+        dt=softplus(dt.double() + dt_bias.double()).to(acc),
+        B=B,
+        C=C,
+        A=-torch.exp(A_log.to(acc)),
+        D=D.to(acc)[:, None],
+    )
     call.run(rows)
     return call.out.to(act)
 
 
+@dataclass
 class _Mamba2Call(RecurrentCall):
     """x [T, H, P], B, C [T, G, N] as given; dt [T, H], A [H] and D [H, 1] in the accumulation dtype."""
 

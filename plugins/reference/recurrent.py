@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -21,17 +22,28 @@ PREFILL_CHUNK = 64
 """Tokens that a prefill row computes at once; the state between chunks stays in the accumulation dtype."""
 
 
+@dataclass
 class RecurrentCall(ABC):
-    """One call: packed inputs prepared by the subclass, `state`, and `out` [T, heads, rows of S], which accumulates.
+    """One call: `state`, `out` [T, heads, rows of S], which starts as zeros in the accumulation dtype and is filled in,
+    and the packed inputs that a subclass adds.
 
     State tensors S are [heads, rows, columns] in the accumulation dtype, None for zero.
     """
 
-    def __init__(self, state: LayerState, out: torch.Tensor) -> None:
-        self.state, self.out, self.acc = state, out, out.dtype
-        heads, rows, columns = state.geometry.state_shape
-        groups = heads // state.geometry.heads_per_group
-        self.boundary = tokens_per_boundary(heads * rows, groups * columns)
+    state: LayerState
+    out: torch.Tensor
+
+    @property
+    def acc(self) -> torch.dtype:
+        """The accumulation dtype."""
+        return self.out.dtype
+
+    @property
+    def boundary(self) -> int:
+        """Tokens at whose multiples the span of a row may start."""
+        heads, rows, columns = self.state.geometry.state_shape
+        groups = heads // self.state.geometry.heads_per_group
+        return tokens_per_boundary(heads * rows, groups * columns)
 
     @abstractmethod
     def ring_inputs(self) -> dict[str, torch.Tensor]:
