@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -119,7 +120,7 @@ def test_tokenizer_that_is_absent_or_damaged(copy):
     for path in copy.glob("tokenizer*"):
         path.unlink()
     with pytest.raises(EngineDirectoryError, match="has no tokenizer"):
-        _ = Engine(copy, engine.manifest, engine.networks, engine.weights).tokenizer
+        _ = replace(engine).tokenizer
 
 
 def test_loading_imports_neither_transformers_nor_builders(tiny_engine):

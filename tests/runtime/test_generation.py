@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -262,8 +263,7 @@ def test_the_checkpoints_end_tokens_are_the_default(tiny_engine):
     prompt = random_prompts(8)[0]
     tokens = generate(Session(engine, slots=1), [prompt], 20, eos_token_ids=())[0].token_ids
     model = {**engine.manifest.model, "eos_token_ids": [tokens[4]]}
-    changed = type(engine)(engine.directory, engine.manifest, engine.networks, engine.weights)
-    object.__setattr__(changed, "manifest", type(engine.manifest)(**{**engine.manifest.__dict__, "model": model}))
+    changed = replace(engine, manifest=replace(engine.manifest, model=model))
     result = generate(Session(changed, slots=1), [prompt], 20)[0]
     assert result.token_ids == tokens[: tokens.index(tokens[4]) + 1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -148,6 +149,6 @@ def test_a_released_slot_starts_anew(tiny_engine):
 
 def test_an_engine_without_a_head(tiny_engine):
     engine = tiny_engine("nano")
-    bare = type(engine)(engine.directory, engine.manifest, {"main": engine.networks["main"]}, engine.weights)
+    bare = replace(engine, networks={"main": engine.networks["main"]})
     with pytest.raises(ValueError, match="no draft head"):
         MtpDrafter(Session(bare, slots=1))

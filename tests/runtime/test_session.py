@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -328,7 +329,7 @@ def test_draft_head_is_refused_where_there_is_none(tiny_engine):
     slot = session.allocate()
     hidden_states = torch.zeros(1, engine.manifest.model["hidden_size"], dtype=torch.float64)
     assert session.draft_step([DraftRow(slot, [1], 0, hidden_states)]).logits.shape[0] == 1
-    bare = type(engine)(engine.directory, engine.manifest, {"main": engine.networks["main"]}, engine.weights)
+    bare = replace(engine, networks={"main": engine.networks["main"]})
     session = Session(bare, slots=1)
     with pytest.raises(ValueError, match="no draft head"):
         session.draft_step([DraftRow(session.allocate(), [1], 0, hidden_states)])
