@@ -18,7 +18,7 @@ from replayssm.builders.config import ModelConfig
 from replayssm.builders.models import build_networks
 from replayssm.builders.parameters import WeightRecipe
 from replayssm.builders.targets import torch as torch_target
-from replayssm.plugins.contract import ACTIVATION_DTYPES, ReplaySettings
+from replayssm.plugins.contract import ACTIVATION_DTYPES, ELEMENT_BITS, ReplaySettings
 from replayssm.plugins.manifest import (
     MANIFEST_NAME,
     EngineManifest,
@@ -58,6 +58,8 @@ class BuildOptions:
 
     max_seq_len: None takes the model's own limit, at most 4096.
     dtype: of activations and unquantised weights; "auto" takes the checkpoint's.
+    u_format: None takes the pair of bf16 halves where activations have 16 bits, and "exact", of the same size, where
+        they have more or the engine is serial-exact: there the pair's 2^-17 would be the largest error.
     The other fields are those of `Limits` and `ReplaySettings`.
     """
 
@@ -69,7 +71,7 @@ class BuildOptions:
     state_dtype: str = "float32"
     readout_dtype: str = "same"
     dtype: str = "auto"
-    u_format: str = "bfloat16x2"
+    u_format: str | None = None
     serial_exact: bool = False
 
     def limits(self, config: ModelConfig) -> Limits:
@@ -87,6 +89,9 @@ class BuildOptions:
         dtype = config.dtype if self.dtype == "auto" else self.dtype
         if dtype not in ACTIVATION_DTYPES:
             raise ValueError(f"dtype must be auto or one of {', '.join(ACTIVATION_DTYPES)}, got {dtype!r}")
+        u_format = self.u_format
+        if u_format is None:
+            u_format = "exact" if self.serial_exact or ELEMENT_BITS[dtype] > 16 else "bfloat16x2"
         return ReplaySettings(
             buffer_len=self.buffer_len,
             max_window=limits.max_window,
@@ -94,7 +99,7 @@ class BuildOptions:
             state_dtype=self.state_dtype,
             readout_dtype=self.readout_dtype,
             activation_dtype=dtype,
-            u_format=self.u_format,
+            u_format=u_format,
             serial_exact=self.serial_exact,
         )
 

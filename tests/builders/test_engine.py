@@ -149,8 +149,26 @@ def test_refused_options(tiny_checkpoint, tmp_path, options, message):
 
 def test_settings_that_a_layer_refuses(tiny_checkpoint, tmp_path):
     with pytest.raises(ValueError, match="choose u_format 'exact'"):
-        build_engine(tiny_checkpoint("qwen"), tmp_path / "engine", BuildOptions(serial_exact=True))
+        build_engine(
+            tiny_checkpoint("qwen"), tmp_path / "engine", BuildOptions(serial_exact=True, u_format="bfloat16x2")
+        )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "u_format"),
+    [
+        ({}, "bfloat16x2"),
+        ({"dtype": "float32"}, "exact"),
+        ({"serial_exact": True}, "exact"),
+        ({"u_format": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_u_is_kept_as_exactly_as_the_activations_deserve(tiny_checkpoint, tmp_path, options, u_format):
+    options = {"dtype": "bfloat16", **options}
+    assert (
+        build_engine(tiny_checkpoint("qwen"), tmp_path / "engine", BuildOptions(**options)).replay.u_format == u_format
+    )
 
 
 def test_output_around_the_checkpoint(tiny_checkpoint, tmp_path):
