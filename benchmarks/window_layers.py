@@ -14,6 +14,9 @@ from replayssm.plugins import launch, reference
 from replayssm.plugins.contract import GdnGeometry, Geometry, Mamba2Geometry, ReplaySettings
 from replayssm.plugins.state import LayerState, allocate_state, torch_dtype
 
+CANDIDATES = Path(__file__).parent / "candidates"
+"""Sources that are measured beside the package's, see the folder's README."""
+
 POSITION = 1000
 """seq_len of every row in the first step; history lies behind it."""
 
@@ -28,7 +31,15 @@ GEOMETRIES: dict[str, Geometry] = {
 class Layer:
     """A layer's state, random inputs of a batch, and launches at given histories."""
 
-    def __init__(self, geometry: Geometry, settings: ReplaySettings, batch: int, window: int, cta_rows=None) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        settings: ReplaySettings,
+        batch: int,
+        window: int,
+        cta_rows: int | None = None,
+        candidate: bool = False,
+    ) -> None:
         self.geometry, self.settings, self.batch, self.window = geometry, settings, batch, window
         state_bytes = allocate_state(geometry, settings, 1)["checkpoint"].nbytes * batch
         self.sets = max(1, min(64, -(-COLD_BYTES // state_bytes)))
@@ -54,9 +65,10 @@ class Layer:
         constants = (A_log, D, bias) if isinstance(g, Mamba2Geometry) else (A_log, bias)
         self.constants = [constant.cuda() for constant in constants]
         self.out = torch.empty(tokens, *g.state_shape[:2], device="cuda", dtype=act)
-        self.config = geo.window_config(
-            geometry, settings, launch.device_arch(torch.device("cuda", 0)), False, cta_rows
-        )
+        arch = launch.device_arch(torch.device("cuda", 0))
+        self.config = geo.window_config(geometry, settings, arch, cta_rows=cta_rows)
+        if candidate:
+            self.config = dataclasses.replace(self.config, source_dir=str(CANDIDATES), prefer_shared=True)
         self.starts = torch.arange(batch, device="cuda", dtype=torch.int32) * window
         self.lens = torch.full((batch,), window, device="cuda", dtype=torch.int32)
         self.slots = [(torch.arange(batch, device="cuda") + i * batch).to(torch.int32) for i in range(self.sets)]
@@ -132,7 +144,7 @@ def measure(
     variant: str = "ours",
 ) -> dict:
     """One figure. fill: "desync" (a cycle of steps, rows at random fill), "flush" or a history length."""
-    layer = Layer(GEOMETRIES[name], settings, batch, window, cta_rows)
+    layer = Layer(GEOMETRIES[name], settings, batch, window, cta_rows, variant == "candidate")
     L = settings.buffer_len
     if settings.is_baseline:
         history, offsets = torch.zeros(1, dtype=torch.int64), [0]
@@ -212,9 +224,11 @@ def measure_peers(
     return variant
 
 
-def check(name: str, settings: ReplaySettings, window: int, cta_rows=None) -> bool:
+def check(
+    name: str, settings: ReplaySettings, window: int, cta_rows: int | None = None, candidate: bool = False
+) -> bool:
     """One mixed step (plain, flushing, fresh) against the reference at the real geometry."""
-    layer = Layer(GEOMETRIES[name], settings, 3, window, cta_rows)
+    layer = Layer(GEOMETRIES[name], settings, 3, window, cta_rows, candidate)
     state = LayerState(
         layer.geometry, settings, {k: v[:3].clone() for k, v in layer.state.tensors.items()}, layer.state.error_flag
     )
@@ -265,9 +279,13 @@ def run(
     batches: list[int],
     windows: list[int],
     state_dtypes: list[str],
+    candidates: bool = False,
     directory: Path | None = None,
 ) -> None:
-    """All figures of some geometries, each variant checked first; rows per block are tuned at the first batch size."""
+    """All figures of some geometries, each variant checked first; rows per block are tuned at the first batch size.
+
+    candidates: measure the kernels of `CANDIDATES` too.
+    """
     results = Results(benchmark, directory)
     pool = torch.randn(544 << 20, device="cuda")
     limits = {batch: ceilings(batch * (4 << 20), pool) for batch in batches}
@@ -281,11 +299,15 @@ def run(
                 settings = ReplaySettings(buffer_len=16, max_window=window, state_dtype=state_dtype)
                 plain = dataclasses.replace(settings, buffer_len=0)
                 rows = tuned_rows(results, name, settings, batches[0], window, limits[batches[0]])
-                ok, plain_ok = check(name, settings, window, rows), check(name, plain, window)
+                variants = {"ours": check(name, settings, window, rows)}
+                if candidates:
+                    variants["candidate"] = check(name, settings, window, rows, candidate=True)
+                plain_ok = check(name, plain, window)
                 for batch in batches:
                     advance, limit = 1 if window == 1 else 3, limits[batch]
                     for fill in ("desync", 8, "flush"):
-                        measure(results, name, settings, batch, window, fill, advance, limit, ok, rows)
+                        for variant, ok in variants.items():
+                            measure(results, name, settings, batch, window, fill, advance, limit, ok, rows, variant)
                     measure(results, name, plain, batch, window, "flush", advance, limit, plain_ok, variant="plain")
                     if window == 1 and state_dtype == "float32" and (peer or batch == batches[0]):
                         peer = measure_peers(results, name, batch, limit, peer)

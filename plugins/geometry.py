@@ -61,6 +61,8 @@ class KernelConfig:
     """One compiled variant and how it is launched. The grid is (blocks_x, rows, 1).
 
     shared_bytes: dynamic shared memory of a block; the kernels use no static shared memory.
+    source_dir: folder whose sources replace the package's, for benchmarks of candidates; "" for none.
+    prefer_shared: ask for the largest split of on-chip memory in favour of shared memory.
     """
 
     kernel: str
@@ -68,10 +70,20 @@ class KernelConfig:
     blocks_x: int
     threads: int
     shared_bytes: int
+    source_dir: str = ""
+    prefer_shared: bool = False
 
 
-# (kernel, state bytes of a row, rows of a head): rows per block. Each entry names its measurement.
-TABLE: dict[tuple[str, int, int], int] = {}
+# (kernel, state bytes of a row, rows of a head): rows per block. H200, batch 256, L = 16, desynchronised rings, commit
+# b716b55: microseconds at window 1 and window 5, by rows per block.
+TABLE: dict[tuple[str, int, int], int] = {
+    ("mamba2_window", 512, 80): 80,  # nano4b fp32: 40 rows 385, 477; 80 rows 320, 399
+    ("mamba2_window", 512, 64): 64,  # super120b fp32: 32 rows 389, 484; 64 rows 334, 415
+    ("mamba2_window", 256, 80): 80,  # nano4b fp16: 40 rows 321, 393; 80 rows 257, 322
+    ("mamba2_window", 256, 64): 64,  # super120b fp16: 32 rows 283, 357; 64 rows 265, 330
+    ("gdn_window", 512, 128): 64,  # qwen122b fp32: 32 rows 464, 746; 64 rows 401, 662; 128 rows 456, 649
+    ("gdn_window", 256, 128): 64,  # qwen122b fp16: 32 rows 325, 521; 64 rows 312, 548; 128 rows 357, 543
+}
 
 REGISTERS_PER_SM = 65536
 REGISTERS_WANTED = 104

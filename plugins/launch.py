@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -23,7 +24,7 @@ from replayssm.plugins.arguments import (
     mamba2_arguments,
 )
 from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError
-from replayssm.plugins.nvrtc import compile_kernel
+from replayssm.plugins.nvrtc import KERNEL_DIR, compile_kernel
 from replayssm.plugins.state import LayerState
 
 
@@ -191,6 +192,9 @@ class LoadedKernel:
         if config.shared_bytes > geo.EMBEDDED_SHARED_BYTES:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._check(driver.cuFuncSetAttribute(self._function, attribute, config.shared_bytes))
+        if config.prefer_shared:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            self._check(driver.cuFuncSetAttribute(self._function, attribute, 100))
 
     def __call__(
         self, arguments: list[Argument], blocks_y: int, blocks_z: int, stream: int, blocks_x: int | None = None
@@ -233,7 +237,11 @@ class LoadedKernel:
 @cache
 def load_kernel(config: KernelConfig, device: torch.device) -> LoadedKernel:
     """The kernel, compiled and loaded on first use."""
-    compiled = compile_kernel(config.kernel, dict(config.defines), geo.compile_target(device_arch(device)))
+    target, folder = (
+        geo.compile_target(device_arch(device)),
+        Path(config.source_dir) if config.source_dir else KERNEL_DIR,
+    )
+    compiled = compile_kernel(config.kernel, dict(config.defines), target, source_dir=folder)
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes the device's primary context current
         return LoadedKernel(config, compiled.image)

@@ -44,7 +44,10 @@ class CompiledKernel:
 
 @functools.cache
 def kernel_source(name: str, directory: Path = KERNEL_DIR) -> str:
-    """Source of `directory`/`name`.cu with its includes spliced in, each file once."""
+    """Source of `directory`/`name`.cu with its includes spliced in, each file once.
+
+    Files that `directory` lacks come from the package's kernels.
+    """
     seen: set[str] = set()
 
     def splice(file_name: str) -> str:
@@ -52,6 +55,8 @@ def kernel_source(name: str, directory: Path = KERNEL_DIR) -> str:
             return ""
         seen.add(file_name)
         path = directory / file_name
+        if not path.is_file():
+            path = KERNEL_DIR / file_name
         if not path.is_file():
             raise ValueError(f"kernel source {file_name!r} does not exist in {directory}")
         text = path.read_text().replace("#pragma once\n", "")

@@ -30,6 +30,7 @@ static inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 
 #define DEVICE static inline
+#define DEVICE_MEMBER inline
 #define KERNEL(threads, min_ctas) static void
 #define DYNAMIC_SHARED(name) unsigned char* name = emulation::shared_memory
 
@@ -53,6 +54,7 @@ struct Fiber {
     bool started, done;
     std::vector<char> stack;
     std::vector<std::function<void()>> copies;
+    size_t last_group, previous_group;  // ends of the last two committed groups in `copies`
 };
 extern unsigned char* shared_memory;
 unsigned char* shared_memory;
@@ -84,7 +86,7 @@ inline void entry() {
     _longjmp(scheduler, 1);
 }
 inline void run_block() {
-    for (Fiber& fiber : fibers) fiber.started = fiber.done = false, fiber.copies.clear();
+    for (Fiber& fiber : fibers) fiber.started = fiber.done = false, fiber.last_group = fiber.previous_group = 0, fiber.copies.clear();
     for (Warp& warp : warps) warp = Warp();
     block_meeting = Rendezvous();
     bulk = {};
@@ -177,10 +179,24 @@ DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
         if (valid) std::memcpy(shared, global, 16); else std::memset(shared, 0, 16);
     });
 }
+DEVICE void copy_async_commit() {
+    auto& fiber = emulation::fibers[emulation::current];
+    fiber.previous_group = fiber.last_group;
+    fiber.last_group = fiber.copies.size();
+}
+DEVICE void copy_async_wait_but_last() {
+    auto& fiber = emulation::fibers[emulation::current];
+    for (size_t i = 0; i < fiber.previous_group; i++) {
+        if (fiber.copies[i]) fiber.copies[i]();
+        fiber.copies[i] = nullptr;
+    }
+}
 DEVICE void copy_async_wait() {
-    auto& copies = emulation::fibers[emulation::current].copies;
-    for (auto& copy : copies) copy();
-    copies.clear();
+    auto& fiber = emulation::fibers[emulation::current];
+    for (auto& copy : fiber.copies)
+        if (copy) copy();
+    fiber.copies.clear();
+    fiber.last_group = fiber.previous_group = 0;
 }
 DEVICE void bulk_copy_start(void* shared, const void* global, u32 bytes, u64*) {
     if (bytes % 16 || (uintptr_t)global % 16) { std::fprintf(stderr, "emulation: bad bulk copy\n"); std::abort(); }

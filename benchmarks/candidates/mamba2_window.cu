@@ -1,0 +1,256 @@
+// Mamba2 over a replayed history: decode and verify windows of up to MAX_WINDOW tokens, and longer (prefill) rows token
+// by token. One thread block per (row of the batch, head, CTA_ROWS rows of the state). See plugins/reference/mamba2.py.
+//
+// Stamped in: NHEADS, HEADDIM, DSTATE, NGROUPS, ROW_TILES, CTA_ROWS, BUFFER_LEN, MAX_WINDOW, STATE_FORMAT,
+// ACTIVATION_FORMAT, BULK_COPY, MIN_CTAS, SHARED_BYTES.
+#define HEADS NHEADS
+#define GROUPS NGROUPS
+#define ROWS HEADDIM
+#define COLUMNS DSTATE
+#include "replay.cuh"
+#include "mamba2_serial.cuh"
+
+constexpr int QUERY_TILES = WINDOW_ROWS / 8;
+// A window follows its history without a gap while both fit HISTORY_ROWS; behind a folded history it starts there.
+constexpr int TOKEN_ROWS = HISTORY_ROWS + WINDOW_ROWS;
+constexpr int COEFFICIENT_STRIDE = TOKEN_ROWS + 4;
+
+struct Shared {
+    alignas(128) state_t tile[PADDED_ROWS * COLUMNS];
+    alignas(16) activation_t B[TOKEN_ROWS * TOKEN_STRIDE];
+    alignas(16) activation_t C[MAX_WINDOW * TOKEN_STRIDE];
+    alignas(16) activation_t x[TOKEN_ROWS * VALUE_STRIDE];
+    alignas(16) float coefficients[QUERY_TILES * 8 * COEFFICIENT_STRIDE];
+    Decays decays;
+    float dt_history[HISTORY_ROWS];
+    float dt_window[WINDOW_ROWS];
+    alignas(8) u64 barrier;
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
+
+KERNEL(THREADS, MIN_CTAS)
+mamba2_window(
+    // [T, H, P], [T, H], [T, G, N], [T, G, N]: the last dimension is dense, tokens are *_stride elements apart
+    const activation_t* x, const activation_t* dt, const activation_t* B, const activation_t* C,
+    // [H]
+    const float* A_log, const float* D, const float* dt_bias,
+    // state parts, slots are *_stride elements apart
+    const state_t* checkpoint_in, const int* position_in, const activation_t* ring_x_in, const activation_t* ring_B_in,
+    const float* ring_dt_in, const int* error_flag_in,
+    // [rows]
+    const int* seq_lens, const int* window_starts, const int* window_lens, const int* state_batch_indices,
+    int num_tokens, int num_slots, int max_seq_len, int layer, int x_stride, int dt_stride, int B_stride, int C_stride,
+    int checkpoint_stride, int position_stride, int ring_x_stride, int ring_B_stride, int ring_dt_stride,
+    // [T, H, P] dense, then the state parts again: in place, written through these
+    activation_t* y, state_t* checkpoint, int* position, activation_t* ring_x, activation_t* ring_B, float* ring_dt,
+    int* error_flag) {
+    DYNAMIC_SHARED(memory);
+    Shared& shared = *(Shared*)memory;
+    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
+    const Block block = this_block();
+    const int state_offset = (block.head * ROWS + block.first_row) * COLUMNS, tile_index = block.tile;
+
+    // All that is known before the slot, then all that the slot tells, then the tile: nothing here waits for more than
+    // the row's slot. A fresh sequence ignores the tile.
+    const int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
+    const int start = window_starts[blockIdx.y], window_length = window_lens[blockIdx.y];
+    const float A = -expf(A_log[block.head]), D_head = D[block.head], bias = dt_bias[block.head];
+    const bool has_slot = slot >= 0 && slot < num_slots;
+    int tile_position = 0;
+    if (has_slot) {
+        tile_position = position_in[(long long)slot * position_stride + tile_index];
+        tile_copy_start(shared.tile, checkpoint_in + (long long)slot * checkpoint_stride + state_offset,
+                        &shared.barrier);
+    }
+    const Row row = make_row(slot, seq_len, start, window_length, tile_position, num_tokens, num_slots, max_seq_len,
+                             MAX_HISTORY);
+    activation_t* output = y + (long long)block.head * ROWS + block.first_row;
+    const bool prefill = row.length > MAX_WINDOW;
+    if (!row.active || prefill) {
+        copy_async_wait();
+        sync_threads();
+        if (has_slot) tile_copy_wait(&shared.barrier);
+        if (!row.active) {
+            if (row.error && tid == 0) atomic_or(error_flag, row.error);
+            write_zeros(row, output, HEADS * ROWS);
+            return;
+        }
+        const SerialInputs inputs = {
+            x + (long long)row.start * x_stride + block.head * ROWS + block.first_row,
+            dt + (long long)row.start * dt_stride + block.head,
+            B + (long long)row.start * B_stride + block.group * COLUMNS,
+            C + (long long)row.start * C_stride + block.group * COLUMNS,
+            x_stride, dt_stride, B_stride, C_stride,
+            ring_x_in + (long long)slot * ring_x_stride + block.head * ROWS + block.first_row,
+            ring_B_in + (long long)slot * ring_B_stride + block.group * COLUMNS,
+            ring_dt_in + (long long)slot * ring_dt_stride + block.head,
+            A, D_head, bias};
+        const SerialStores stores = {checkpoint + (long long)slot * checkpoint_stride + state_offset, row.length,
+                                     nullptr, 0};
+        for (int first = warp * 4; first < CTA_ROWS; first += WARPS * 4)
+            serial_rows<4, false>(inputs, row, first,
+                                  checkpoint_in + (long long)slot * checkpoint_stride + state_offset, stores,
+                                  output + (long long)row.start * HEADS * ROWS);
+        if (tid < CTA_TILES)
+            position[(long long)slot * position_stride + tile_index + tid] = row.seq_len + row.length;
+        return;
+    }
+
+    const int c = row.checkpoint_position, history = row.seq_len - c, length = row.length;
+    const bool flush = history > 0 && history + length > BUFFER_LEN;
+    const int window_row = flush ? HISTORY_ROWS : history;  // of the token rows in shared memory
+    const int first_entry = c % RING_LEN;                  // of the history in the ring
+    const activation_t* slot_ring_x =
+        ring_x_in + (long long)slot * ring_x_stride + block.head * ROWS + block.first_row;
+    const activation_t* slot_ring_B = ring_B_in + (long long)slot * ring_B_stride + block.group * COLUMNS;
+    const activation_t* row_x = x + (long long)row.start * x_stride + block.head * ROWS + block.first_row;
+    const activation_t* row_B = B + (long long)row.start * B_stride + block.group * COLUMNS;
+    const activation_t* row_C = C + (long long)row.start * C_stride + block.group * COLUMNS;
+
+    float raw_dt = 0.f, dt_past = 0.f;
+    if (warp == 0) {
+        if (lane < length) raw_dt = activation_to_float(dt[(long long)(start + lane) * dt_stride + block.head]);
+        if (lane < history)
+            dt_past = ring_dt_in[(long long)slot * ring_dt_stride + wrapped(first_entry + lane) * HEADS + block.head];
+    }
+    // Token rows [begin, begin + count) of B and x; rows that are neither history nor window become zero.
+    const auto load_tokens = [&](int begin, int count) {
+#pragma unroll
+        for (int i = tid; i < count * (COLUMNS / 8); i += THREADS) {
+            const int k = begin + i / (COLUMNS / 8), offset = i % (COLUMNS / 8) * 8, w = k - window_row;
+            const bool past = k < history, valid = past || (w >= 0 && w < length);
+            const activation_t* from = past ? slot_ring_B + wrapped(first_entry + k) * (GROUPS * COLUMNS)
+                                            : row_B + (long long)(valid ? w : 0) * B_stride;
+            copy_async_16(shared.B + k * TOKEN_STRIDE + offset, from + offset, valid);
+        }
+#pragma unroll
+        for (int i = tid; i < count * (CTA_ROWS / 8); i += THREADS) {
+            const int k = begin + i / (CTA_ROWS / 8), offset = i % (CTA_ROWS / 8) * 8, w = k - window_row;
+            const bool past = k < history, valid = past || (w >= 0 && w < length);
+            const activation_t* from = past ? slot_ring_x + wrapped(first_entry + k) * (HEADS * ROWS)
+                                            : row_x + (long long)(valid ? w : 0) * x_stride;
+            copy_async_16(shared.x + k * VALUE_STRIDE + offset, from + offset, valid);
+        }
+    };
+    load_tokens(0, HISTORY_ROWS);
+    if (flush) load_tokens(HISTORY_ROWS, WINDOW_ROWS);
+#pragma unroll
+    for (int i = tid; i < MAX_WINDOW * (COLUMNS / 8); i += THREADS) {
+        const int w = i / (COLUMNS / 8), offset = i % (COLUMNS / 8) * 8;
+        const bool valid = w < length;
+        copy_async_16(shared.C + w * TOKEN_STRIDE + offset, row_C + (long long)(valid ? w : 0) * C_stride + offset,
+                      valid);
+    }
+    if (warp == 0) {
+        const float dt_new = lane < length ? softplus(raw_dt + bias) : 0.f;
+        scan_decays(shared.decays, A * dt_past, A * dt_new);
+        if (lane < HISTORY_ROWS) shared.dt_history[lane] = dt_past;
+        if (lane < WINDOW_ROWS) shared.dt_window[lane] = dt_new;
+    }
+    copy_async_wait();
+    sync_threads();
+
+    // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
+    activation_t* to_x = ring_x + (long long)slot * ring_x_stride + block.head * ROWS + block.first_row;
+    for (int i = tid; i < length * (CTA_ROWS / 8); i += THREADS) {
+        const int w = i / (CTA_ROWS / 8), offset = i % (CTA_ROWS / 8) * 8;
+        *(uint4*)(to_x + (row.seq_len + w) % RING_LEN * (HEADS * ROWS) + offset) =
+            *(const uint4*)(shared.x + (window_row + w) * VALUE_STRIDE + offset);
+    }
+    if (block.first_of_group) {
+        activation_t* to_B = ring_B + (long long)slot * ring_B_stride + block.group * COLUMNS;
+        for (int i = tid; i < length * (COLUMNS / 8); i += THREADS) {
+            const int w = i / (COLUMNS / 8), offset = i % (COLUMNS / 8) * 8;
+            *(uint4*)(to_B + (row.seq_len + w) % RING_LEN * (GROUPS * COLUMNS) + offset) =
+                *(const uint4*)(shared.B + (window_row + w) * TOKEN_STRIDE + offset);
+        }
+    }
+    if (block.first_of_head && tid < length)
+        ring_dt[(long long)slot * ring_dt_stride + (row.seq_len + tid) % RING_LEN * HEADS + block.head] =
+            shared.dt_window[tid];
+    if ((flush || row.seq_len == 0) && tid < CTA_TILES)
+        position[(long long)slot * position_stride + tile_index + tid] = row.seq_len;
+
+    // Coefficients of x: decay, dt and B . C of every (window token, token) pair; D sits on the diagonal.
+    const int first_block = flush ? HISTORY_BLOCKS : 0, last_block = HISTORY_BLOCKS + (flush ? WINDOW_ROWS / 8 : 0);
+    for (int k8 = first_block + warp; k8 < last_block; k8 += WARPS) {
+        float sum[4] = {0.f, 0.f, 0.f, 0.f};
+        const int query_row = QUERY_TILES == 1 ? lane % 8 : lane % 16;
+        scores<(QUERY_TILES > 1)>(sum, shared.C + (query_row < MAX_WINDOW ? query_row : MAX_WINDOW - 1) * TOKEN_STRIDE,
+                                  shared.B + (k8 * 8 + lane % 8) * TOKEN_STRIDE);
+#pragma unroll
+        for (int i = 0; i < 2 * QUERY_TILES; i++) {
+            const int w = g + 8 * (i / 2), k = k8 * 8 + 2 * t + i % 2, j = k - window_row;
+            float value = 0.f;
+            if (w < length && j < 0)
+                value = shared.dt_history[k] * decay_of(shared.decays.history[k] + shared.decays.prefix[w]) * sum[i];
+            else if (w < length && j <= w)
+                value = shared.dt_window[j] * window_decay(shared.decays, j, w) * sum[i];
+            if (w < length && j == w) value += D_head;
+            shared.coefficients[w * COEFFICIENT_STRIDE + k] = value;
+        }
+    }
+    sync_threads();
+
+    float sum[QUERY_TILES][4] = {};
+    Products<QUERY_TILES> products;
+    products.clear();
+    const activation_t* own_x = shared.x + (lane % 8) * VALUE_STRIDE + warp * 16 + (lane / 8 & 1) * 8;
+    const auto combine_block = [&](int k8) {
+        u32 pairs[2];
+        load_matrix_x2_transposed(pairs, own_x + k8 * 8 * VALUE_STRIDE);
+        const float a[4] = {activation_low(pairs[0]), activation_low(pairs[1]), activation_high(pairs[0]),
+                            activation_high(pairs[1])};
+        combine<QUERY_TILES, COEFFICIENT_STRIDE>(sum, a, shared.coefficients + g * COEFFICIENT_STRIDE + k8 * 8);
+    };
+    if (flush) {
+#pragma unroll
+        for (int k8 = 0; k8 < WINDOW_ROWS / 8; k8++) combine_block(HISTORY_BLOCKS + k8);
+    } else {
+#pragma unroll
+        for (int k8 = 0; k8 < HISTORY_BLOCKS; k8++) combine_block(k8);
+    }
+    const activation_t* query[QUERY_TILES];
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; n++)
+        query[n] = shared.C + (n * 8 + g < MAX_WINDOW ? n * 8 + g : MAX_WINDOW - 1) * TOKEN_STRIDE;
+    tile_copy_wait(&shared.barrier);
+    if (flush) {
+        float values[HISTORY_BLOCKS][4];
+#pragma unroll
+        for (int k8 = 0; k8 < HISTORY_BLOCKS; k8++) {
+            u32 pairs[2];
+            load_matrix_x2_transposed(pairs, own_x + k8 * 8 * VALUE_STRIDE);
+            const int k = k8 * 8 + 2 * t;
+            const float even = shared.dt_history[k] * decay_of(shared.decays.history[k]);
+            const float odd = shared.dt_history[k + 1] * decay_of(shared.decays.history[k + 1]);
+            values[k8][0] = even * activation_low(pairs[0]), values[k8][1] = even * activation_low(pairs[1]);
+            values[k8][2] = odd * activation_high(pairs[0]), values[k8][3] = odd * activation_high(pairs[1]);
+        }
+        fold_and_dot_tile<QUERY_TILES>(products, shared.tile,
+                                       checkpoint + (long long)slot * checkpoint_stride + state_offset, c > 0,
+                                       decay_of(shared.decays.total), values, shared.B, query);
+    } else if (c > 0) {
+        dot_tile<QUERY_TILES>(products, shared.tile, query);
+    }
+
+    // Each warp gathers its 16 rows of every token in its own columns of x, which nobody else reads any more.
+    sync_warp();
+    const float base = flush ? 0.f : shared.decays.total;
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int w = n * 8 + 2 * t + i % 2;
+            const float value = sum[n][i] + decay_of(base + shared.decays.prefix[w]) * products.value(n, i);
+            if (w < length)
+                shared.x[w * VALUE_STRIDE + warp * 16 + g + 8 * (i / 2)] = float_to_activation(value);
+        }
+    sync_warp();
+    for (int i = lane; i < 2 * length; i += 32) {
+        const int w = i / 2, offset = warp * 16 + i % 2 * 8;
+        if (offset < CTA_ROWS)
+            *(uint4*)(output + (long long)(row.start + w) * (HEADS * ROWS) + offset) =
+                *(const uint4*)(shared.x + w * VALUE_STRIDE + offset);
+    }
+}

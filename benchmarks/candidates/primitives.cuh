@@ -1,0 +1,138 @@
+// Thin names for the instructions the kernels use. Nothing else in this folder contains inline assembly, so that the
+// rest can also be compiled for the host against an emulation of this file (tests/plugins/emulation).
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+#define DEVICE static __device__ __forceinline__
+#define DEVICE_MEMBER __device__ __forceinline__
+#define KERNEL(threads, min_ctas) extern "C" __global__ void __launch_bounds__(threads, min_ctas)
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+
+// Element formats of activations and of the checkpoint, as stamped in by the build.
+#define FORMAT_FP32 0
+#define FORMAT_FP16 1
+#define FORMAT_BF16 2
+
+#define INFINITY __int_as_float(0x7f800000)
+
+DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+DEVICE float bits_to_float(u32 bits) { return __uint_as_float(bits); }
+DEVICE u32 float_to_bits(float value) { return __float_as_uint(value); }
+
+// Never contracted by the compiler: results are the same wherever they are written.
+DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
+DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+
+DEVICE u16 float_to_bf16(float value) {
+    u16 result;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(value));
+    return result;
+}
+DEVICE u16 float_to_fp16(float value) {
+    u16 result;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(value));
+    return result;
+}
+DEVICE float fp16_to_float(u16 value) {
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value));
+    return result;
+}
+
+// Copies 16 bytes to shared memory without a register; writes zeros where `valid` is false and then reads nothing.
+DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(valid ? 16 : 0)
+                 : "memory");
+}
+DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for the thread's copies of all groups but the last committed one.
+DEVICE void copy_async_wait_but_last() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+#if BULK_COPY
+// One thread asks the copy engine for a whole tile; a barrier in shared memory says when it has landed.
+DEVICE void bulk_copy_start(void* shared, const void* global, u32 bytes, u64* barrier) {
+    const u32 address = shared_address(barrier);
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(address) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(shared)),
+                 "l"(global), "r"(bytes), "r"(address)
+                 : "memory");
+}
+// Every thread that reads the tile waits itself; the barrier must have been initialised before a __syncthreads.
+DEVICE void bulk_copy_wait(u64* barrier) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.shared.b64 done, [%0], 0;\n"
+        "@done bra DONE;\n"
+        "bra WAIT;\n"
+        "DONE:\n"
+        "}" ::"r"(shared_address(barrier))
+        : "memory");
+}
+#endif
+
+// Matrices of 8 x 8 16-bit elements; lane l names row l % 8 of matrix l / 8 (16-byte aligned). Lane 4 g + t receives
+// elements (g, 2 t) and (g, 2 t + 1) of each matrix; the transposing form (2 t, g) and (2 t + 1, g).
+DEVICE void load_matrix_x4(u32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+DEVICE void load_matrix_x2(u32 (&r)[2], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+DEVICE void load_matrix_x2_transposed(u32 (&r)[2], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// d[16 x 8] += a[16 x 16] b[16 x 8] with 16-bit operands. With g = lane / 4, t = lane % 4: d holds (g, 2t), (g, 2t+1),
+// (g+8, 2t), (g+8, 2t+1); a holds the pairs (g, 2t..), (g+8, 2t..), (g, 2t+8..), (g+8, 2t+8..); b (2t.., g), (2t+8.., g).
+template <int FORMAT>
+DEVICE void mma_16bit(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if constexpr (FORMAT == FORMAT_BF16)
+        asm(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// d[16 x 8] += a[16 x 8] b[8 x 8]; operands keep 10 bits of mantissa, the rest is ignored. a holds (g, t), (g+8, t),
+// (g, t+4), (g+8, t+4); b holds (t, g), (t+4, g).
+DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
+    asm(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(float_to_bits(a0)), "r"(float_to_bits(a1)), "r"(float_to_bits(a2)), "r"(float_to_bits(a3)),
+          "r"(float_to_bits(b0)), "r"(float_to_bits(b1)));
+}
+
+DEVICE float shuffle_up(float value, int delta) { return __shfl_up_sync(0xffffffffu, value, delta); }
+DEVICE float shuffle_down(float value, int delta) { return __shfl_down_sync(0xffffffffu, value, delta); }
+DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+DEVICE float shuffle_from(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DEVICE void sync_threads() { __syncthreads(); }
+DEVICE void sync_warp() { __syncwarp(); }
+DEVICE void atomic_or(int* address, int value) { atomicOr(address, value); }
