@@ -292,6 +292,16 @@ class Session:
         result = self.step([Row(slot, tokens, "all") for slot, tokens in windows.items()])
         return {slot: result.row_logits(index) for index, slot in enumerate(windows)}
 
+    def warm_up(self) -> None:
+        """Run a token in a free slot and forget it: one-time costs of imports and kernels are then paid."""
+        slot = self.allocate()
+        try:
+            result = self.step([Row(slot, [0])])
+            if "mtp" in self._programs:
+                self.draft_step([DraftRow(slot, [0], 0, result.hidden_states)])
+        finally:
+            self.free(slot)
+
     # Copies
 
     def fork(self, slot: int) -> int:

@@ -81,6 +81,7 @@ def generate(
     tokenizer = loaded.tokenizer
     token_ids = [_encode(tokenizer, text, chat) for text in texts]
     session = Session(loaded, slots=min(len(texts), loaded.manifest.limits.max_batch_size))
+    session.warm_up()
     results = generate_tokens(
         session,
         token_ids,

@@ -220,6 +220,15 @@ def test_slots_are_a_fixed_pool(tiny_engine):
     assert session.seq_len(second) == 0
 
 
+@pytest.mark.parametrize("buffer_len", [0, 8])
+def test_warming_up_leaves_no_trace(tiny_engine, buffer_len):
+    cold, warm = (Session(tiny_engine("qwen", buffer_len=buffer_len), slots=2) for _ in range(2))
+    warm.warm_up()
+    assert warm.free_slots == 2
+    tokens = random_tokens(14)
+    assert torch.equal(warm.prefill(warm.allocate(), tokens), cold.prefill(cold.allocate(), tokens))
+
+
 def test_load_that_fails_gives_the_slot_back(tiny_engine):
     session = Session(tiny_engine("nano"), slots=1)
     with pytest.raises(ValueError, match="not a state blob"):
