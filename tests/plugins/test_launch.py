@@ -1,11 +1,20 @@
 """What the launcher does before a kernel runs: argument checks and order, without a GPU."""
 
+import ctypes
+import shutil
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from replayssm.plugins import arguments, launch
+from replayssm.plugins import arguments, cuda_ops, launch
 from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
 from replayssm.plugins.state import LayerState, allocate_state
+
+sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
+from emulate import emulated
+from window_steps import Steps, assert_close, compare
 
 SETTINGS = ReplaySettings(max_window=2, max_seq_len=64)
 MAMBA2, GDN = Mamba2Geometry(4, 16, 32, 2), GdnGeometry(2, 4, 32, 16)
@@ -126,3 +135,55 @@ def test_long_convolutions_are_cut_into_chunks() -> None:
     state = allocate_state(ConvGeometry(16, 4), SETTINGS, 3)
     assert launch.conv_chunks(3, 3, state) == 1
     assert launch.conv_chunks(4096, 1, state) == 64
+
+
+@pytest.fixture
+def emulated_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run under emulation on CPU tensors; everything between operator and driver call is the real code."""
+
+    def run(config, values, device, blocks_y, blocks_z=1, blocks_x=None) -> None:
+        packed = [
+            ctypes.c_int(value)
+            if isinstance(value, int)
+            else ctypes.c_void_p(None if value is None else value.data_ptr())
+            for value in values
+        ]
+        grid = (blocks_x or config.blocks_x, blocks_y, blocks_z)
+        emulated(config)(*grid, config.threads, config.shared_bytes, ctypes.c_uint(1), *packed)
+
+    monkeypatch.setattr(launch, "device_arch", lambda device: 90)
+    monkeypatch.setattr(launch, "launch", run)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+@pytest.mark.parametrize(
+    "geometry",
+    [MAMBA2, GDN, ConvGeometry(24, 4), AttentionGeometry(2, 32)],
+    ids=lambda geometry: geometry.kind,
+)
+def test_cuda_operators_end_to_end(geometry, emulated_device: None) -> None:
+    steps = Steps(geometry, SETTINGS)
+    assert_close(compare(steps, cuda_ops, 8), steps)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+def test_cuda_operators_copy_what_is_not_aligned(emulated_device: None) -> None:
+    """Slices that start off a 16-byte boundary, bf16 constants and int64 rows give the same as clean tensors."""
+    steps = Steps(MAMBA2, SETTINGS)
+    call = steps.next_call(odd_rows=False, prefill=False)
+    clean = steps.run(cuda_ops, steps.pool(), call)
+    tokens = call.inputs[0].shape[0]
+    padded = torch.zeros(tokens, 1 + 4 * 16, dtype=torch.bfloat16)
+    padded[:, 1:] = call.inputs[0].flatten(1)
+    call.inputs[0] = padded[:, 1:].unflatten(1, (4, 16))
+    call.rows = [row.long() for row in call.rows]
+    steps.constants = [constant.double() for constant in steps.constants]
+    assert torch.equal(steps.run(cuda_ops, steps.pool(), call), clean)
+
+
+def test_cuda_operators_fall_back_to_the_reference(emulated_device: None) -> None:
+    settings = ReplaySettings(max_window=2, max_seq_len=64, activation_dtype="float32")
+    steps = Steps(Mamba2Geometry(2, 8, 16, 1), settings)
+    with pytest.warns(UserWarning, match="activations are float32"):
+        worst = compare(steps, cuda_ops, 6)
+    assert max(worst.values()) == 0.0
