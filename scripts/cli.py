@@ -39,6 +39,9 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        # torch's OpenMP threads spin while they wait for each other. On a machine with other work that starves the one
+        # they wait for: a step of a small model then takes ten times as long. Read when torch is imported.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         # Python code that runs a command with standalone_mode=False handles exceptions itself.
         if not standalone_mode or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
             return super().main(*args, standalone_mode=standalone_mode, **extra)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 import time
@@ -94,6 +95,16 @@ def test_callers_from_python_get_the_exception(failing):
     failing(ValueError("x"))
     with pytest.raises(ValueError, match="x"):
         cli.main.main(["doctor"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "passive"), ("active", "active")])
+def test_threads_wait_without_spinning(runner, monkeypatch, given, used):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    if given:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    runner.invoke(cli.main, ["--version"])
+    assert os.environ["OMP_WAIT_POLICY"] == used
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["build", "--nothing"], ["generate", "--engine", "/nowhere"]])
