@@ -41,7 +41,11 @@ class DraftRequest:
 
 
 class Drafter(Protocol):
-    """Proposes tokens. A drafter may keep what it learns about a slot until `release`."""
+    """Proposes tokens. A drafter may keep what it learns about a slot until `release`.
+
+    One whose knowledge does not follow from the tokens alone also has `snapshot(slot)` and `restore(slot, snapshot)`,
+    for sequences that move to another slot.
+    """
 
     def observe(self, slot: int, tokens: Sequence[int], hidden_states: torch.Tensor | None) -> None:
         """Take note of `tokens` that were committed to `slot`, and of the hidden states [n, hidden] of each."""
@@ -51,6 +55,47 @@ class Drafter(Protocol):
 
     def release(self, slot: int) -> None:
         """Forget the slot's sequence."""
+
+
+class AdaptiveDraftLength:
+    """Draft length of one request, from how its drafts have fared.
+
+    If each draft stands with probability a, a window with k drafts yields (1 - a^(k+1)) / (1 - a) tokens on average,
+    and costs 1 + k * token_cost decode calls. `choose` takes the k that yields most per cost. Older windows count less
+    and less, and while k is 0 the estimate drifts back to where it began, so that drafts are tried again.
+
+    max_len: most drafts. token_cost: of verifying and proposing one more token, as a share of a decode call.
+    """
+
+    PRIOR_TRIED, PRIOR_STOOD, MEMORY, IDLE_MEMORY = 2.0, 1.4, 0.9, 0.98
+
+    def __init__(self, max_len: int, token_cost: float = 0.15) -> None:
+        self.max_len = max_len
+        self.token_cost = token_cost
+        self._tried = self._stood = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Estimated probability that a draft stands."""
+        return (self._stood + self.PRIOR_STOOD) / (self._tried + self.PRIOR_TRIED)
+
+    def choose(self) -> int:
+        """Drafts of the next window."""
+
+        def value(count: int) -> float:
+            return sum(self.rate**i for i in range(count + 1)) / (1 + count * self.token_cost)
+
+        best = max(range(self.max_len + 1), key=value)
+        if best == 0:
+            self._tried *= self.IDLE_MEMORY
+            self._stood *= self.IDLE_MEMORY
+        return best
+
+    def observe(self, drafted: int, stood: int) -> None:
+        """A window with `drafted` drafts of which the first `stood` stood; the first that fell was the last tried."""
+        if drafted:
+            self._tried = self._tried * self.MEMORY + min(drafted, stood + 1)
+            self._stood = self._stood * self.MEMORY + stood
 
 
 def accept_matching(draft_tokens: Sequence[int], target_tokens: Sequence[int]) -> list[int]:
@@ -226,7 +271,7 @@ class MtpDrafter:
 
     def snapshot(self, slot: int) -> object:
         """What is known about a slot now, for `restore` beside `Session.fork` or `Session.load`."""
-        known = self._slots[slot]
+        known = self._slots.get(slot, _MtpSlot())
         # The copy's next token may be another one, so the pair of the last position has to run again.
         return _MtpSlot(known.start, 0, list(known.tokens), list(known.hidden_states))
 

@@ -1,0 +1,83 @@
+"""From a step's logits to the tokens that stand: sampling, accept rules and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from replayssm.runtime.requests import Request, TokenLogprob
+from replayssm.runtime.sampling import Purpose, SamplingBatch, probabilities, sample, uniform
+from replayssm.runtime.session import Row, StepResult
+from replayssm.runtime.speculation import accept_matching, accept_rejection
+
+
+@dataclass(frozen=True)
+class Choice:
+    """New tokens of a row, none while its prompt has chunks left. error: why the row cannot go on."""
+
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprob] = ()
+    error: str | None = None
+
+
+def choose(requests: Sequence[Request], rows: Sequence[Row], result: StepResult) -> list[Choice]:
+    """What each request's row yields. Logits that are not finite end their own row and no other."""
+    owners = [
+        (request, request.fed + len(row.tokens) - (span.stop - span.start) + 1 + offset)
+        for request, row, span in zip(requests, rows, result.logits_spans, strict=True)
+        for offset in range(span.stop - span.start)
+    ]
+    if not owners:
+        return [Choice()] * len(rows)
+    logits = result.logits
+    finite = logits.amax(dim=1).isfinite()
+    if not bool(finite.all()):
+        logits = logits.masked_fill(~finite[:, None], 0.0)
+    batch = SamplingBatch(
+        [request.params for request, _ in owners], [position for _, position in owners], logits.device
+    )
+    targets, usable = sample(logits, batch).tolist(), finite.tolist()
+    choices = []
+    for request, row, span in zip(requests, rows, result.logits_spans, strict=True):
+        if span.start == span.stop:
+            choices.append(Choice())
+        elif not all(usable[span]):
+            choices.append(
+                Choice(error="the model produced logits that are not finite: check the engine's weights and dtypes")
+            )
+        else:
+            tokens = _accept(request, row, logits[span], targets[span])
+            choices.append(Choice(tokens, _logprobs(request, logits[span], tokens)))
+    return choices
+
+
+def _accept(request: Request, row: Row, logits: torch.Tensor, targets: list[int]) -> list[int]:
+    if request.plan or len(row.tokens) == 1:
+        return targets
+    if request.draft.probs is None:
+        return accept_matching(request.draft.tokens, targets)
+    positions = range(len(request.tokens), len(request.tokens) + logits.shape[0])
+    batch = SamplingBatch([request.params] * logits.shape[0], positions, logits.device)
+    accept = uniform(batch.seeds, batch.positions, Purpose.ACCEPT)
+    return accept_rejection(
+        request.draft.tokens,
+        request.draft.probs,
+        probabilities(logits, batch),
+        accept[:-1],
+        batch.uniform(Purpose.TOKEN),
+    )
+
+
+def _logprobs(request: Request, logits: torch.Tensor, tokens: Sequence[int]) -> list[TokenLogprob]:
+    if request.logprobs is None:
+        return []
+    values = logits[: len(tokens)].float().log_softmax(dim=1)
+    top = values.topk(min(request.logprobs, values.shape[1]), dim=1)
+    return [
+        TokenLogprob(token, float(values[index, token]), tuple(zip(ids, likeliest, strict=True)))
+        for index, (token, ids, likeliest) in enumerate(
+            zip(tokens, top.indices.tolist(), top.values.tolist(), strict=True)
+        )
+    ]

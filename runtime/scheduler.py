@@ -1,0 +1,362 @@
+"""Continuous batching: requests come, share a session's slots step by step, and go.
+
+Every step is one mixed call: each decoding request has a row of its last token and its drafts, and prompts move on by
+whole chunks as far as the token budget reaches. A chunk is never cut differently because of other requests, so a
+request's windows, and with them its tokens, are those it has alone; only the draft lengths of `adaptive_drafts` follow
+its own history. The scheduler belongs to one thread; `engine_loop` is the door for others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from replayssm.runtime.choice import Choice, choose
+from replayssm.runtime.prefix_cache import PrefixCache, Snapshot
+from replayssm.runtime.requests import Request, Swapped
+from replayssm.runtime.session import Row, Session, StepResult
+from replayssm.runtime.speculation import AdaptiveDraftLength, Draft, Drafter, DraftRequest
+
+
+class QueueFullError(RuntimeError):
+    """The queue is full; retry_after_s says when a place is likely."""
+
+    def __init__(self, waiting: int, retry_after_s: float) -> None:
+        super().__init__(f"{waiting} requests are waiting already: try again in {retry_after_s:.0f} s")
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """How requests share the session.
+
+    max_num_tokens: tokens of one step. None takes 8192, or what a chunk beside decoding rows needs if that is more.
+    max_queue: requests that may wait for their first slot; None does not limit them.
+    time_slice: steps after which a request gives its slot to a waiting one and waits itself, in host memory; None lets
+        every request finish.
+    swap_bytes: host memory for requests that gave their slots away.
+    prefix_cache_bytes: host memory for snapshots of prompts' beginnings; 0 keeps none.
+    draft_len: drafts per call; None takes the engine's max_draft_len. adaptive_drafts: choose fewer where they fall.
+    """
+
+    max_num_tokens: int | None = None
+    max_queue: int | None = None
+    time_slice: int | None = None
+    swap_bytes: int = 1 << 30
+    prefix_cache_bytes: int = 0
+    draft_len: int | None = None
+    adaptive_drafts: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_num_tokens", 1), ("max_queue", 1), ("time_slice", 1), ("swap_bytes", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.prefix_cache_bytes < 0:
+            raise ValueError(f"prefix_cache_bytes must be at least 0, got {self.prefix_cache_bytes}")
+
+
+@dataclass
+class SchedulerStats:
+    """Counts since the start; tokens count what was computed, drafts what was proposed and what stood."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    decode_calls: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    preemptions: int = 0
+
+
+class Scheduler:
+    """First come, first served over a session's free slots. See `SchedulerOptions`."""
+
+    def __init__(
+        self,
+        session: Session,
+        drafter: Drafter | None = None,
+        options: SchedulerOptions | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.session = session
+        self.options = options or SchedulerOptions()
+        self.draft_len = checked_draft_len(session, drafter, self.options.draft_len)
+        self.max_num_tokens = _checked_budget(session, self.options.max_num_tokens)
+        self.prefix_cache = PrefixCache(self.options.prefix_cache_bytes, session.prefill_chunk)
+        self.stats = SchedulerStats()
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.swapped_requests = 0
+        self.swapped_bytes = 0
+        self._drafter = drafter
+        self._clock = clock
+        self._numbers = 0
+        self._mean_duration = 1.0
+
+    # Requests
+
+    def submit(self, request: Request) -> Request:
+        """Queue a request. Raises QueueFullError if max_queue requests wait already."""
+        self.check_room(0)
+        request.number, request.submitted = self._numbers, self._clock()
+        self._numbers += 1
+        if self._drafter is not None and self.options.adaptive_drafts:
+            request.draft_length = AdaptiveDraftLength(self.draft_len)
+        self.waiting.append(request)
+        return request
+
+    def check_room(self, arriving: int) -> None:
+        """QueueFullError unless one more request may wait beside those here and `arriving` others."""
+        limit = self.options.max_queue
+        waiting = arriving + len(self.waiting) - self.swapped_requests
+        if limit is not None and waiting >= limit:
+            raise QueueFullError(waiting, max(1.0, self._mean_duration * waiting / self.session.slots))
+
+    def cancel(self, request: Request, reason: str = "cancelled", error: str | None = None) -> None:
+        """End a request wherever it is; one that has ended stays as it was."""
+        if request.finish_reason is not None:
+            return
+        if request in self.running:
+            self._leave(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+            self._drop_swapped(request)
+        else:
+            raise ValueError("the request was not submitted here")
+        request.end(reason, error)
+
+    def preempt(self, request: Request) -> None:
+        """Move a running request to host memory and to the end of the queue; it continues bit-identically."""
+        if request not in self.running:
+            raise ValueError("only a running request can be preempted")
+        snapshot = self._snapshot_drafter(request.slot)
+        request.swapped = Swapped(self.session.save(request.slot), snapshot)
+        self.swapped_requests += 1
+        self.swapped_bytes += len(request.swapped.blob)
+        self._leave(request)
+        self.waiting.append(request)
+        request.preemptions += 1
+        self.stats.preemptions += 1
+
+    def close(self, reason: str = "cancelled", error: str | None = None) -> None:
+        """End every request."""
+        for request in [*self.running, *self.waiting]:
+            self.cancel(request, reason, error)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def report(self) -> dict[str, Any]:
+        """Counts and levels, for metrics."""
+        return {
+            **asdict(self.stats),
+            "waiting": len(self.waiting),
+            "running": len(self.running),
+            "slots": self.session.slots,
+            "free_slots": self.session.free_slots,
+            "state_bytes": self.session.state_bytes,
+            "swapped_requests": self.swapped_requests,
+            "swapped_bytes": self.swapped_bytes,
+            "prefix_cache_bytes": self.prefix_cache.bytes,
+            "prefix_cache_hits": self.prefix_cache.hits,
+            "prefix_cache_misses": self.prefix_cache.misses,
+        }
+
+    # A step
+
+    def step(self) -> bool:
+        """Admit, run one mixed step and settle it. False if there was nothing to do.
+
+        Raises what the session, the drafter or a callback raises; running requests cannot go on then, so close.
+        """
+        self._expire()
+        self._share()
+        self._admit()
+        requests = self._select()
+        if not requests:
+            return False
+        self._propose([request for request in requests if not request.plan])
+        rows = [_row(request) for request in requests]
+        result = self.session.step(rows)
+        self.stats.steps += 1
+        committed = {}
+        for index, (request, choice) in enumerate(zip(requests, choose(requests, rows, result), strict=True)):
+            stands = self._settle(request, rows[index], choice, result, index)
+            if len(rows[index].tokens) <= self.session.settings.max_window:
+                committed[request.slot] = stands
+        self.session.advance(committed)
+        for request in requests:
+            if request.finish_reason is not None:
+                self._leave(request)
+            elif request.fed in request.snapshots and request.plan:
+                snapshot = Snapshot(request.fed, self.session.save(request.slot), self._snapshot_drafter(request.slot))
+                self.prefix_cache.store(request.prompt, snapshot)
+        return True
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for request in [*self.running, *self.waiting]:
+            if request.deadline is not None and now >= request.deadline:
+                self.cancel(request, "timeout")
+
+    def _share(self) -> None:
+        """Preempt whoever has had its time slice, if someone waits for the slot."""
+        if self.options.time_slice is None:
+            return
+        short = len(self.waiting) - self.session.free_slots
+        had = [r for r in self.running if self.stats.steps - r.slice_start >= self.options.time_slice]
+        for request in sorted(had, key=lambda request: request.slice_start)[: max(short, 0)]:
+            if self.swapped_bytes >= self.options.swap_bytes:
+                return
+            self.preempt(request)
+
+    def _admit(self) -> None:
+        while self.waiting and self.session.free_slots:
+            request = self.waiting[0]
+            if request.swapped is None:
+                self._start(request)
+            else:
+                request.slot = self.session.load(request.swapped.blob)
+                self._restore_drafter(request.slot, request.swapped.drafter)
+                self._drop_swapped(request)
+            self.waiting.popleft()
+            request.served = request.slice_start = self.stats.steps
+            self.running.append(request)
+
+    def _start(self, request: Request) -> None:
+        request.plan = deque(self.session.prefill_plan(request.prompt))
+        snapshot, request.snapshots = self.prefix_cache.lookup(request.prompt, len(request.prompt) - request.plan[-1])
+        if snapshot is None:
+            request.slot = self.session.allocate()
+        else:
+            request.slot = self.session.load(snapshot.blob)
+            self._restore_drafter(request.slot, snapshot.drafter)
+            request.fed = request.cached_tokens = snapshot.seq_len
+            for _ in range(snapshot.seq_len // self.session.prefill_chunk):
+                request.plan.popleft()
+            self.stats.cached_tokens += snapshot.seq_len
+        request.admitted = self._clock()
+
+    def _select(self) -> list[Request]:
+        """Every decoding request, and prompts in turn as far as the budget reaches."""
+        decoding = [request for request in self.running if not request.plan]
+        budget = self.max_num_tokens - len(decoding) * (1 + self.draft_len)
+        prefilling = []
+        for request in sorted((r for r in self.running if r.plan), key=lambda r: (r.served, r.number)):
+            if request.plan[0] > budget:
+                break
+            budget -= request.plan[0]
+            request.served = self.stats.steps + 1
+            prefilling.append(request)
+        return [*decoding, *prefilling]
+
+    def _propose(self, decoding: list[Request]) -> None:
+        asking = []
+        for request in decoding:
+            request.draft = Draft([])
+            limit = self.draft_len if request.draft_length is None else request.draft_length.choose()
+            # A window yields one token more than its drafts, so the last remaining token needs no draft.
+            count = min(limit, request.remaining - 1)
+            if count > 0:
+                asking.append((request, DraftRequest(request.slot, request.tokens, count)))
+        if self._drafter is None or not asking:
+            return
+        drafts = self._drafter.draft([wanted for _, wanted in asking])
+        for (request, wanted), draft in zip(asking, drafts, strict=True):
+            count = wanted.max_tokens
+            request.draft = Draft(list(draft.tokens[:count]), None if draft.probs is None else draft.probs[:count])
+
+    def _settle(self, request: Request, row: Row, choice: Choice, result: StepResult, index: int) -> int:
+        """Take what a row yielded; returns how many tokens of its window stand."""
+        stands, drafted = len(row.tokens), len(row.tokens) - 1
+        if request.plan:
+            request.plan.popleft()
+            self.stats.prompt_tokens += stands
+        elif choice.error is None:
+            request.calls += 1
+            request.drafted += drafted
+            stands = len(choice.tokens)
+            self.stats.decode_calls += 1
+            self.stats.drafted_tokens += drafted
+            self.stats.accepted_tokens += stands - 1
+            if request.draft_length is not None:
+                request.draft_length.observe(drafted, stands - 1)
+        request.fed += stands
+        if choice.error is not None:
+            request.end("error", choice.error)
+            return stands
+        if self._drafter is not None:
+            hidden_states = result.row_hidden_states(index)[:stands]
+            self._drafter.observe(request.slot, row.tokens[:stands], hidden_states)
+        if choice.tokens:
+            before = request.generated_count
+            request.take(choice.tokens, choice.logprobs, self._clock())
+            self.stats.generated_tokens += request.generated_count - before
+        return stands
+
+    # Slots
+
+    def _leave(self, request: Request) -> None:
+        """Take a request off its slot."""
+        self.running.remove(request)
+        self.session.free(request.slot)
+        if self._drafter is not None:
+            self._drafter.release(request.slot)
+        request.slot = -1
+        if request.finish_reason is not None:
+            duration = self._clock() - request.admitted
+            self._mean_duration += 0.1 * (duration - self._mean_duration)
+
+    def _drop_swapped(self, request: Request) -> None:
+        if request.swapped is not None:
+            self.swapped_requests -= 1
+            self.swapped_bytes -= len(request.swapped.blob)
+            request.swapped = None
+
+    def _snapshot_drafter(self, slot: int) -> object:
+        snapshot = getattr(self._drafter, "snapshot", None)
+        return None if snapshot is None else snapshot(slot)
+
+    def _restore_drafter(self, slot: int, known: object) -> None:
+        if known is not None:
+            self._drafter.restore(slot, known)
+
+
+def _row(request: Request) -> Row:
+    if not request.plan:
+        return Row(request.slot, [request.tokens[-1], *request.draft.tokens], "all")
+    end = request.fed + request.plan[0]
+    return Row(request.slot, request.prompt[request.fed : end], "last" if end == len(request.prompt) else "none")
+
+
+def checked_draft_len(session: Session, drafter: Drafter | None, draft_len: int | None) -> int:
+    """Drafts per call, 0 without a drafter. ValueError for what the engine's windows cannot hold."""
+    limit = session.settings.max_window - 1
+    if drafter is None:
+        return 0
+    if limit == 0:
+        raise ValueError("the engine was built without drafts: rebuild it with --max-draft-len")
+    if draft_len is None:
+        return limit
+    if not 1 <= draft_len <= limit:
+        raise ValueError(f"draft_len must be between 1 and the engine's max_draft_len {limit}, got {draft_len}")
+    return draft_len
+
+
+def _checked_budget(session: Session, max_num_tokens: int | None) -> int:
+    """Tokens of a step; at least what lets a prompt move on while all other slots decode."""
+    least = (session.slots - 1) * session.settings.max_window + max(session.prefill_chunk, session.settings.max_window)
+    if max_num_tokens is None:
+        return max(8192, least)
+    if max_num_tokens < least:
+        raise ValueError(
+            f"max_num_tokens {max_num_tokens} is less than the {least} tokens of one prompt chunk "
+            f"({session.prefill_chunk}) beside {session.slots - 1} decoding slots: raise it, or use fewer slots"
+        )
+    return max_num_tokens

@@ -1,0 +1,400 @@
+"""The scheduler: whatever arrives, leaves or gives way meanwhile, a request gets the tokens it gets alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replayssm.runtime.generation import generate
+from replayssm.runtime.requests import Request
+from replayssm.runtime.sampling import SamplingParams
+from replayssm.runtime.scheduler import QueueFullError, Scheduler, SchedulerOptions
+from replayssm.runtime.session import Session
+from replayssm.runtime.speculation import AdaptiveDraftLength, Draft, MtpDrafter, NgramDrafter
+
+CHUNK = 8
+# fp32 differences between batch shapes; test_generation.py derives the number.
+FLOAT32_BOUND = 2e-4
+
+
+def random_prompt(length, seed=0):
+    choose = random.Random(1000 * seed + length)
+    return [choose.randrange(300) for _ in range(length)]
+
+
+# Some begin alike for more than one chunk; one repeats itself, so that ngram drafts are proposed.
+SHARED = random_prompt(20, seed=9)
+PROMPTS = [
+    random_prompt(3), random_prompt(37), [7, 8, 9] * 6, [*SHARED, *random_prompt(9)], [*SHARED, *random_prompt(14)],
+    [*SHARED, 5], random_prompt(16),
+]  # fmt: skip
+LENGTHS = [6, 9, 12, 5, 7, 1, 10]
+
+
+def make_drafter(name, session):
+    return {"none": lambda: None, "ngram": NgramDrafter, "mtp": lambda: MtpDrafter(session)}[name]()
+
+
+def request_for(session, index, **options):
+    options = {"end_tokens": (), **options}
+    return Request.create(session, PROMPTS[index], LENGTHS[index], **options)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_engine):
+    """`alone(layout, **build_options)` -> tokens of every prompt, generated on its own without drafts."""
+    known = {}
+
+    def make(layout, **options):
+        key = (layout, *sorted(options.items()))
+        if key not in known:
+            engine = tiny_engine(layout, **options)
+            known[key] = [
+                generate(Session(engine, slots=1, prefill_chunk=CHUNK), [prompt], length, eos_token_ids=())[0].token_ids
+                for prompt, length in zip(PROMPTS, LENGTHS, strict=True)
+            ]
+        return known[key]
+
+    return make
+
+
+def interleave(session, drafter, choose, options):
+    """Submit every prompt once or twice, and cancel, preempt and step at random. Returns [(index, request)]."""
+    scheduler = Scheduler(session, drafter, options)
+    todo = [index for index in range(len(PROMPTS)) for _ in range(choose.randrange(1, 3))]
+    choose.shuffle(todo)
+    requests = []
+    while todo or scheduler.has_work:
+        for _ in range(choose.randrange(3)):
+            if todo:
+                index = todo.pop()
+                requests.append((index, scheduler.submit(request_for(session, index))))
+        if scheduler.running and choose.random() < 0.3:
+            scheduler.preempt(choose.choice(scheduler.running))
+        if requests and choose.random() < 0.1:
+            scheduler.cancel(choose.choice(requests)[1])
+        scheduler.step()
+        assert session.free_slots == session.slots - len(scheduler.running)
+    assert session.free_slots == session.slots
+    assert (scheduler.swapped_bytes, scheduler.swapped_requests) == (0, 0)
+    return requests
+
+
+@pytest.mark.parametrize("layout", ["nano", "qwen"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "mtp"])
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 2**20), data=st.data())
+def test_any_interleaving_gives_the_tokens_of_a_request_alone(tiny_engine, alone, layout, draft, seed, data):
+    """float64, where rounding between batch shapes (some 1e-14) is far below the gaps between logits."""
+    buffer_len = data.draw(st.sampled_from([8, 0] if draft == "none" else [8]))
+    expected = alone(layout, buffer_len=buffer_len)
+    session = Session(tiny_engine(layout, buffer_len=buffer_len), slots=3, prefill_chunk=CHUNK)
+    options = SchedulerOptions(
+        max_num_tokens=data.draw(st.sampled_from([16, None])),
+        time_slice=data.draw(st.sampled_from([None, 2])),
+        prefix_cache_bytes=data.draw(st.sampled_from([0, 60_000, 1 << 26])),
+        adaptive_drafts=data.draw(st.booleans()),
+    )
+    for index, request in interleave(session, make_drafter(draft, session), random.Random(seed), options):
+        assert request.finish_reason in ("length", "cancelled")
+        if request.finish_reason == "length":
+            assert request.generated == expected[index]
+        else:
+            assert request.generated == expected[index][: request.generated_count]
+
+
+def test_interleaving_in_float32(tiny_engine, alone, assert_same_tokens):
+    engine = tiny_engine("super", dtype="float32")
+    expected = alone("super", dtype="float32")
+    session = Session(engine, slots=3, prefill_chunk=CHUNK)
+    options = SchedulerOptions(time_slice=3, prefix_cache_bytes=1 << 26)
+    for index, request in interleave(session, MtpDrafter(session), random.Random(4), options):
+        ours = request.generated
+        assert_same_tokens(engine, PROMPTS[index], ours, expected[index][: len(ours)], FLOAT32_BOUND)
+
+
+def recorded_logits(session):
+    """Every step's logits from now on."""
+    logits, step = [], session.step
+
+    def wrapped(rows):
+        result = step(rows)
+        logits.append(result.logits.clone())
+        return result
+
+    session.step = wrapped
+    return logits
+
+
+@pytest.mark.parametrize("layout", ["nano", "qwen"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_preempted_request_continues_bit_identically(tiny_engine, layout, dtype):
+    """One row a step, so shapes are equal and logits must be too, to the bit."""
+    logits = []
+    for every in (None, 1, 3):
+        session = Session(tiny_engine(layout, dtype=dtype), slots=2, prefill_chunk=CHUNK)
+        logits.append(recorded_logits(session))
+        drafter = MtpDrafter(session)
+        scheduler = Scheduler(session, drafter)
+        request = scheduler.submit(request_for(session, 1))
+        steps = 0
+        while scheduler.step():
+            steps += 1
+            if every and steps % every == 0 and request in scheduler.running:
+                other = session.allocate() if steps % 2 else None  # so that it comes back to another slot
+                scheduler.preempt(request)
+                if other is not None:
+                    session.free(other)
+        assert (request.preemptions > 0) == bool(every)
+    for others in logits[1:]:
+        assert len(others) == len(logits[0])
+        assert all(torch.equal(a, b) for a, b in zip(others, logits[0], strict=True))
+
+
+@pytest.mark.parametrize("layout", ["nano", "qwen"])
+@pytest.mark.parametrize("draft", ["none", "mtp"])
+def test_a_cached_prefix_continues_bit_identically(tiny_engine, layout, draft):
+    engine = tiny_engine(layout, dtype="bfloat16")
+    warm, cold = (Session(engine, slots=2, prefill_chunk=CHUNK) for _ in range(2))
+    scheduler = Scheduler(warm, make_drafter(draft, warm), SchedulerOptions(prefix_cache_bytes=1 << 26))
+    # The first saves its own last boundary, the second also where both part; the third starts there.
+    for index, cached in ((3, 0), (4, 0), (4, 24), (5, 16)):
+        request = scheduler.submit(request_for(warm, index, end_tokens=()))
+        ours, plain = recorded_logits(warm), recorded_logits(cold)
+        while scheduler.step():
+            pass
+        assert request.cached_tokens == cached
+        reference = Scheduler(cold, make_drafter(draft, cold))
+        same = reference.submit(request_for(cold, index))
+        while reference.step():
+            pass
+        assert request.generated == same.generated
+        skipped = cached // CHUNK
+        assert len(ours) == len(plain) - skipped
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain[skipped:], strict=True))
+    assert scheduler.report()["prefix_cache_hits"] == 2
+    assert scheduler.stats.cached_tokens == 40
+
+
+class WrongDrafter:
+    """Drafts that fall, mostly."""
+
+    def __init__(self):
+        self.choose = random.Random(3)
+
+    def observe(self, slot, tokens, hidden_states):
+        pass
+
+    def draft(self, requests):
+        return [Draft([self.choose.randrange(300) for _ in range(request.max_tokens)]) for request in requests]
+
+    def release(self, slot):
+        pass
+
+
+def test_rejection_copies_no_state(tiny_engine, alone):
+    session = Session(tiny_engine("qwen"), slots=3, prefill_chunk=CHUNK)
+    advance = session.advance
+
+    def state():
+        return [tensor.clone() for value in session.states.values() for tensor in value.tensors.values()]
+
+    def checked(accepted):
+        before = state()
+        advance(accepted)
+        assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+
+    session.advance = checked
+    scheduler = Scheduler(session, WrongDrafter())
+    requests = [scheduler.submit(request_for(session, index)) for index in range(len(PROMPTS))]
+    while scheduler.step():
+        pass
+    assert [request.generated for request in requests] == alone("qwen", buffer_len=8)
+    assert scheduler.stats.accepted_tokens < scheduler.stats.drafted_tokens / 10
+
+
+def test_budget_and_fairness(tiny_engine):
+    """No step above the budget; whoever decodes has a row in every step; some prompt always moves; a short prompt does
+    not wait for a long one that came first."""
+    session = Session(tiny_engine("nano"), slots=4, prefill_chunk=CHUNK)
+    scheduler = Scheduler(session, WrongDrafter(), SchedulerOptions(max_num_tokens=20))
+    steps, step = [], session.step
+    session.step = lambda rows: steps.append([(row.slot, len(row.tokens)) for row in rows]) or step(rows)
+    long = scheduler.submit(Request.create(session, random_prompt(200), 4, end_tokens=()))
+    decoding = [scheduler.submit(Request.create(session, random_prompt(4), 30, end_tokens=())) for _ in range(2)]
+    short = scheduler.submit(Request.create(session, random_prompt(9), 3, end_tokens=()))
+    while scheduler.has_work:
+        before = {request: (request.slot, bool(request.plan), request.generated_count) for request in scheduler.running}
+        scheduler.step()
+        rows = dict(steps[-1])
+        assert sum(rows.values()) <= 20
+        for slot, has_prompt, count in before.values():
+            assert has_prompt or count == 0 or slot in rows
+        if long in before and before[long][1]:
+            assert any(slot in rows for slot, has_prompt, _ in before.values() if has_prompt)
+        if long.generated_count == 0 and short.finish_reason:
+            long.passed = True
+    assert long.passed
+    assert all(request.finish_reason == "length" for request in (long, short, *decoding))
+
+
+def test_first_come_first_served_and_time_slices(tiny_engine, alone):
+    for time_slice in (None, 4):
+        session = Session(tiny_engine("nano"), slots=1, prefill_chunk=CHUNK)
+        scheduler = Scheduler(session, None, SchedulerOptions(time_slice=time_slice))
+        requests = [scheduler.submit(request_for(session, index)) for index in range(len(PROMPTS))]
+        ended = []
+        while scheduler.step():
+            ended += [request.number for request in requests if request.finish_reason and request.number not in ended]
+        assert [request.generated for request in requests] == alone("nano", buffer_len=8)
+        if time_slice is None:
+            assert ended == sorted(ended)
+        else:
+            assert ended[0] == 5 or ended.index(5) < ended.index(1)  # one token overtakes a long prompt
+            assert scheduler.stats.preemptions == sum(request.preemptions for request in requests) > 5
+
+
+def test_swap_memory_is_bounded(tiny_engine):
+    session = Session(tiny_engine("nano"), slots=1, prefill_chunk=CHUNK)
+    scheduler = Scheduler(session, None, SchedulerOptions(time_slice=1, swap_bytes=0))
+    for index in (1, 2):
+        scheduler.submit(request_for(session, index))
+    while scheduler.step():
+        assert scheduler.swapped_bytes == 0
+    assert scheduler.stats.preemptions == 0
+
+
+def test_queue_limit(tiny_engine):
+    session = Session(tiny_engine("nano"), slots=1)
+    scheduler = Scheduler(session, None, SchedulerOptions(max_queue=2))
+    for _ in range(2):
+        scheduler.submit(request_for(session, 0))
+    with pytest.raises(QueueFullError, match="2 requests are waiting") as error:
+        scheduler.submit(request_for(session, 0))
+    assert error.value.retry_after_s >= 1
+    scheduler.step()
+    scheduler.preempt(scheduler.running[0])
+    scheduler.submit(request_for(session, 0))  # a swapped request does not take a place in the queue
+    while scheduler.step():
+        pass
+
+
+def test_cancellation_everywhere(tiny_engine):
+    session = Session(tiny_engine("nano"), slots=1, prefill_chunk=CHUNK)
+    scheduler = Scheduler(session)
+    updates = []
+    prompt, decode, waiting, swapped = (
+        scheduler.submit(
+            request_for(session, index, on_update=lambda r, u: updates.append((r.number, u.finish_reason)))
+        )
+        for index in (1, 2, 0, 6)
+    )
+    scheduler.step()
+    assert prompt.plan
+    scheduler.cancel(prompt)
+    assert session.free_slots == 1
+    while not decode.generated_count:
+        scheduler.step()
+    scheduler.preempt(decode)
+    scheduler.cancel(waiting)
+    scheduler.cancel(decode)
+    assert scheduler.swapped_bytes == 0
+    scheduler.cancel(decode)
+    while scheduler.step():
+        pass
+    assert swapped.finish_reason == "length"
+    scheduler.cancel(swapped)
+    assert swapped.finish_reason == "length"
+    assert [number for number, reason in updates if reason == "cancelled"] == [0, 2, 1]
+    with pytest.raises(ValueError, match="not submitted"):
+        scheduler.cancel(request_for(session, 0))
+    with pytest.raises(ValueError, match="only a running request"):
+        scheduler.preempt(decode)
+
+
+def test_timeouts(tiny_engine):
+    now = [0.0]
+    session = Session(tiny_engine("nano"), slots=1, prefill_chunk=CHUNK)
+    scheduler = Scheduler(session, clock=lambda: now[0])
+    running, waiting = (scheduler.submit(request_for(session, 2, deadline=deadline)) for deadline in (5.0, 3.0))
+    for now[0] in range(1, 8):
+        scheduler.step()
+    assert (running.finish_reason, waiting.finish_reason) == ("timeout", "timeout")
+    assert 0 < running.generated_count < LENGTHS[2]
+    assert (waiting.generated, session.free_slots) == ([], 1)
+
+
+def test_damaged_logits_end_one_request_only(tiny_engine, alone):
+    session = Session(tiny_engine("nano"), slots=2, prefill_chunk=CHUNK)
+    scheduler = Scheduler(session)
+    bad, good = (scheduler.submit(request_for(session, index)) for index in (0, 2))
+    step = session.step
+
+    def damaged(rows):
+        result = step(rows)
+        for index, row in enumerate(rows):
+            if row.slot == bad.slot:
+                result.logits[result.logits_spans[index]] = float("nan")
+        return result
+
+    session.step = damaged
+    while scheduler.step():
+        pass
+    assert (bad.finish_reason, bad.generated) == ("error", [])
+    assert "not finite" in bad.error
+    assert good.generated == alone("nano", buffer_len=8)[2]
+    session.step = lambda rows: (lambda r: r.logits.fill_(float("nan")) is None or r)(step(rows))
+    with pytest.raises(RuntimeError, match="not finite"):
+        generate(session, [[1, 2]], 3)
+    assert session.free_slots == 2
+
+
+def test_log_probabilities(tiny_engine):
+    session = Session(tiny_engine("nano"), slots=1)
+    updates = []
+    params = SamplingParams(temperature=0.7, seed=1)
+    options = {"params": params, "end_tokens": (), "logprobs": 2, "on_update": lambda r, u: updates.append(u)}
+    request = Request.create(session, PROMPTS[2], 6, **options)
+    scheduler = Scheduler(session, NgramDrafter())
+    scheduler.submit(request)
+    while scheduler.step():
+        pass
+    found = [value for update in updates for value in update.logprobs]
+    assert [value.token for value in found] == request.generated
+    plain = Session(session.engine, slots=1)
+    for index, value in enumerate(found):
+        logits = plain.prefill(slot := plain.allocate(), [*PROMPTS[2], *request.generated[:index]])
+        plain.free(slot)
+        expected = logits.float().log_softmax(dim=0)
+        assert value.logprob == pytest.approx(float(expected[value.token]), abs=1e-5)
+        assert [token for token, _ in value.top] == expected.topk(2).indices.tolist()
+
+
+def test_adaptive_draft_length():
+    good, bad = AdaptiveDraftLength(4), AdaptiveDraftLength(4)
+    for _ in range(30):
+        good.observe(good.choose(), 4)
+        bad.observe(bad.choose(), 0)
+    assert (good.choose(), bad.choose()) == (4, 0)
+    assert any(bad.choose() for _ in range(300))  # it tries again some time
+    assert AdaptiveDraftLength(4, token_cost=0.0).choose() == 4
+    assert AdaptiveDraftLength(4, token_cost=2.0).choose() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_tokens": 10}, "less than the 16 tokens of one prompt chunk"),
+        ({"max_queue": 0}, "max_queue must be at least 1"),
+        ({"prefix_cache_bytes": -1}, "prefix_cache_bytes must be at least 0"),
+        ({"draft_len": 9}, "draft_len must be between 1"),
+    ],
+)
+def test_bad_options(tiny_engine, options, message):
+    session = Session(tiny_engine("nano"), slots=3, prefill_chunk=CHUNK)
+    with pytest.raises(ValueError, match=message):
+        Scheduler(session, NgramDrafter(), SchedulerOptions(**options))
