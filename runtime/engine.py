@@ -58,6 +58,12 @@ class Engine:
         return tuple(self.manifest.model["eos_token_ids"])
 
     @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The checkpoint's end tokens, or else its tokenizer's."""
+        token = None if self.eos_token_ids else self.tokenizer.eos_token_id
+        return self.eos_token_ids if token is None else (token,)
+
+    @property
     def vocab_size(self) -> int:
         return int(self.manifest.model["vocab_size"])
 

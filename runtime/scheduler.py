@@ -134,12 +134,12 @@ class Scheduler:
         """Move a running request to host memory and to the end of the queue; it continues bit-identically."""
         if request not in self.running:
             raise ValueError("only a running request can be preempted")
-        snapshot = self._snapshot_drafter(request.slot)
-        request.swapped = Swapped(self.session.save(request.slot), snapshot)
+        request.swapped = Swapped(self.session.save(request.slot), self._snapshot_drafter(request.slot))
+        self._leave(request)
+        # In this order, so that a reader in another thread never counts too few waiting requests.
+        self.waiting.append(request)
         self.swapped_requests += 1
         self.swapped_bytes += len(request.swapped.blob)
-        self._leave(request)
-        self.waiting.append(request)
         request.preemptions += 1
         self.stats.preemptions += 1
 

@@ -17,6 +17,7 @@ COMMANDS = {
     "quantize": "Quantize a Hugging Face checkpoint to NVFP4 or FP8.",
     "build": "Build an engine directory from a checkpoint.",
     "generate": "Generate text with an engine.",
+    "serve": "Serve an engine over HTTP, with OpenAI's API.",
     "inspect": "Show state sizes and memory traffic of a model.",
     "doctor": "Show what this machine has and which targets work.",
 }

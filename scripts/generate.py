@@ -73,6 +73,7 @@ def generate(
     from replayssm.runtime.engine import Engine
     from replayssm.runtime.generation import generate as generate_tokens
     from replayssm.runtime.sampling import SamplingParams
+    from replayssm.runtime.serving import make_drafter
     from replayssm.runtime.session import Session
 
     params = SamplingParams(**sampling)
@@ -87,9 +88,9 @@ def generate(
         token_ids,
         max_new_tokens,
         params,
-        _drafter(draft, session),
+        make_drafter(draft, session),
         draft_len,
-        eos_token_ids=() if ignore_eos else _end_tokens(loaded),
+        eos_token_ids=() if ignore_eos else loaded.end_token_ids,
         stop=stop,
         tokenizer=tokenizer,
         on_tokens=(lambda index, tokens, text: click.echo(text, nl=False)) if stream else None,
@@ -122,21 +123,6 @@ def _encode(tokenizer: Any, text: str, chat: bool) -> list[int]:
     messages = [{"role": "user", "content": text}]
     encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
     return list(encoded["input_ids"])
-
-
-def _end_tokens(engine: Any) -> tuple[int, ...]:
-    if engine.eos_token_ids:
-        return engine.eos_token_ids
-    token = engine.tokenizer.eos_token_id
-    return () if token is None else (token,)
-
-
-def _drafter(name: str, session: Any) -> Any:
-    from replayssm.runtime.speculation import MtpDrafter, NgramDrafter
-
-    if name == "none":
-        return None
-    return NgramDrafter() if name == "ngram" else MtpDrafter(session)
 
 
 def _to_json(result: Any) -> dict[str, Any]:

@@ -1,0 +1,320 @@
+"""The HTTP application: OpenAI's completions and chat, health and metrics, over an engine loop."""
+
+from __future__ import annotations
+
+import copy
+import hmac
+import logging
+import math
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import Depends, FastAPI, HTTPException
+from fastapi import Request as HttpRequest
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from replayssm.runtime.api_answers import Answers, error_body
+from replayssm.runtime.api_call import FAILURES, Call, CallStream, ClientGoneError, collect
+from replayssm.runtime.api_schema import ChatBody, CompletionBody, GenerationBody
+from replayssm.runtime.engine_loop import EngineLoop, NotServingError
+from replayssm.runtime.metrics import Metrics
+from replayssm.runtime.requests import Request, Update
+from replayssm.runtime.sampling import SamplingParams
+from replayssm.runtime.scheduler import QueueFullError
+
+logger = logging.getLogger("replayssm.server")
+CLIENT_CLOSED_REQUEST = 499
+"""Status that only the log sees: the client did not wait for the answer."""
+SHUTDOWN_RETRY_S = 5
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What the server answers to.
+
+    model: the name that clients use. api_key: what /v1 wants as bearer token; None wants none.
+    timeout_s: of a request, waiting included; None sets no limit. max_body_bytes: of a request's body.
+    max_choices: sequences of one call, prompts times n. chat_template: in place of the checkpoint's.
+    """
+
+    model: str
+    api_key: str | None = None
+    timeout_s: float | None = None
+    max_body_bytes: int = 8 << 20
+    max_choices: int = 128
+    chat_template: str | None = None
+
+
+class Server:
+    """Turns bodies into requests and waits for them."""
+
+    def __init__(self, loop: EngineLoop, options: ServerOptions) -> None:
+        self.loop = loop
+        self.options = options
+        self.metrics = Metrics(loop)
+        self.session = loop.scheduler.session
+        self.tokenizer = self.session.engine.tokenizer
+        # The engine's thread decodes with one tokenizer, calls encode with the other, one at a time.
+        self._encoder = copy.deepcopy(self.tokenizer)
+        self._encoding = threading.Lock()
+        self._end_tokens = self.session.engine.end_token_ids
+        self.started = int(time.time())
+
+    async def complete(self, body: CompletionBody, http: HttpRequest) -> Response:
+        self._check_model(body)
+        with _refusing_bad_values():
+            prompts = [await run_in_threadpool(self._encode, prompt) for prompt in body.prompts]
+        return await self._answer("completion", body, prompts, body.max_tokens, body.logprobs, http)
+
+    async def chat(self, body: ChatBody, http: HttpRequest) -> Response:
+        self._check_model(body)
+        with _refusing_bad_values():
+            prompt = await run_in_threadpool(self._encode_chat, body)
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        return await self._answer("chat", body, [prompt], body.token_limit, top, http)
+
+    async def _answer(
+        self,
+        kind: str,
+        body: GenerationBody,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int | None,
+        top: int | None,
+        http: HttpRequest,
+    ) -> Response:
+        with _refusing_bad_values():
+            requests = self._requests(body, prompts, max_tokens, top)
+        answers = Answers(kind, self.options.model, self.tokenizer, body.n, top)
+        call = _LoggedCall(self, answers.id, requests)
+        if body.stream:
+            return CallStream(call, answers, http, body.include_usage)
+        updates = await collect(call, http)
+        for request in requests:
+            if request.finish_reason in FAILURES:
+                status, message, error_type = FAILURES[request.finish_reason]
+                return JSONResponse(error_body(request.error or message, error_type), status)
+        return JSONResponse(answers.whole(requests, updates))
+
+    def _requests(
+        self, body: GenerationBody, prompts: Sequence[Sequence[int]], max_tokens: int | None, top: int | None
+    ) -> list[Request]:
+        count = len(prompts) * body.n
+        if not 1 <= count <= self.options.max_choices:
+            raise ValueError(f"expected 1 to {self.options.max_choices} choices (prompts times n), got {count}")
+        first = secrets.randbits(64) if body.seed is None else body.seed
+        params = SamplingParams(
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_k=max(body.top_k, 0),
+            top_p=1.0 if body.top_p is None else body.top_p,
+            min_p=body.min_p,
+        )
+        timeout = self.options.timeout_s
+        return [
+            Request.create(
+                self.session,
+                prompt,
+                self.session.settings.max_seq_len if max_tokens is None else max_tokens,
+                replace(params, seed=(first + choice) % 2**64),
+                end_tokens=() if body.ignore_eos else self._end_tokens,
+                tokenizer=self.tokenizer,
+                stop=body.stop_strings,
+                logprobs=top,
+                deadline=None if timeout is None else time.perf_counter() + timeout,
+            )
+            for prompt in prompts
+            for choice in range(body.n)
+        ]
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        with self._encoding:
+            return list(self._encoder(prompt)["input_ids"])
+
+    def _encode_chat(self, body: ChatBody) -> list[int]:
+        template = self.options.chat_template or self._encoder.chat_template
+        if not template:
+            raise ValueError("the checkpoint has no chat template: use /v1/completions, or serve with --chat-template")
+        messages = [
+            {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+            for message in body.messages
+        ]
+        try:
+            with self._encoding:
+                encoded = self._encoder.apply_chat_template(
+                    messages,
+                    chat_template=template,
+                    add_generation_prompt=True,
+                    return_dict=True,
+                    **(body.chat_template_kwargs or {}),
+                )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template refused the messages: {error}") from error
+        return list(encoded["input_ids"])
+
+    def _check_model(self, body: GenerationBody) -> None:
+        if body.model is not None and body.model != self.options.model:
+            raise HTTPException(404, f"this server has the model {self.options.model!r}, not {body.model!r}")
+
+
+@contextmanager
+def _refusing_bad_values() -> Iterator[None]:
+    """What the runtime calls a ValueError is a bad request here."""
+    try:
+        yield
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
+
+
+class _LoggedCall(Call):
+    """A call that leaves one log record and one observation per request when it ends."""
+
+    def __init__(self, server: Server, name: str, requests: Sequence[Request]) -> None:
+        self._server, self._name = server, name
+        super().__init__(server.loop, requests)
+
+    def _post(self, index: int, update: Update) -> None:
+        if update.finish_reason is not None:
+            request = self.requests[index]
+            self._server.metrics.ended(request)
+            logger.info("request", extra={"fields": {"id": self._name, "choice": index, **_summary(request)}})
+        super()._post(index, update)
+
+
+def _summary(request: Request) -> dict[str, Any]:
+    def since(start: float, end: float) -> float | None:
+        return round(end - start, 6) if start and end else None
+
+    return {
+        "finish_reason": request.finish_reason,
+        "error": request.error,
+        "prompt_tokens": len(request.prompt),
+        "cached_tokens": request.cached_tokens,
+        "completion_tokens": request.generated_count,
+        "acceptance_length": request.acceptance_length and round(request.acceptance_length, 3),
+        "preemptions": request.preemptions,
+        "queue_s": since(request.submitted, request.admitted),
+        "ttft_s": since(request.submitted, request.first),
+        "total_s": since(request.submitted, request.last),
+    }
+
+
+class _BodyLimit:
+    """Refuses bodies above a size, whether they announce it or not."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > self._max_bytes:
+            response = JSONResponse(error_body(self._message, "invalid_request_error"), 413)
+            return await response(scope, receive, send)
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise HTTPException(413, self._message)
+            return message
+
+        await self._app(scope, counted, send)
+
+    @property
+    def _message(self) -> str:
+        return f"the body is larger than {self._max_bytes} bytes: send less, or raise the server's --max-request-bytes"
+
+
+def create_app(loop: EngineLoop, options: ServerOptions) -> FastAPI:
+    """The application. Its lifespan starts the loop and stops it."""
+    server = Server(loop, options)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loop.start()
+        yield
+        await run_in_threadpool(loop.stop)
+
+    app = FastAPI(title="ReplaySSM", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.server = server
+    app.add_middleware(_BodyLimit, max_bytes=options.max_body_bytes)
+    _add_error_handlers(app, server)
+
+    def authorized(http: HttpRequest) -> None:
+        given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if options.api_key is not None and not hmac.compare_digest(given, options.api_key.encode()):
+            raise HTTPException(401, "a valid API key is needed: send it as 'Authorization: Bearer KEY'")
+
+    protected = [Depends(authorized)]
+
+    @app.post("/v1/completions", dependencies=protected)
+    async def completions(body: CompletionBody, http: HttpRequest) -> Response:
+        return await server.complete(body, http)
+
+    @app.post("/v1/chat/completions", dependencies=protected)
+    async def chat_completions(body: ChatBody, http: HttpRequest) -> Response:
+        return await server.chat(body, http)
+
+    @app.get("/v1/models", dependencies=protected)
+    async def models() -> dict[str, Any]:
+        entry = {"id": options.model, "object": "model", "created": server.started, "owned_by": "replayssm"}
+        return {"object": "list", "data": [{**entry, "max_model_len": server.session.settings.max_seq_len}]}
+
+    @app.get("/health")
+    async def health() -> Response:
+        if not loop.is_serving:
+            raise NotServingError("the server is shutting down")
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(server.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return app
+
+
+def _add_error_handlers(app: FastAPI, server: Server) -> None:
+    def answer(status: int, message: str, param: str | None = None, retry_after_s: float | None = None) -> JSONResponse:
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
+            status, "invalid_request_error" if status < 500 else "server_error"
+        )
+        server.metrics.refused.labels(str(status)).inc()
+        headers = {} if retry_after_s is None else {"Retry-After": str(math.ceil(retry_after_s))}
+        return JSONResponse(error_body(message, kind, param), status, headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(http: HttpRequest, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        param = next((str(part) for part in first["loc"] if part != "body"), None)
+        return answer(400, f"{param or 'body'}: {first['msg'].removeprefix('Value error, ')}", param)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refused(http: HttpRequest, error: StarletteHTTPException) -> Response:
+        return answer(error.status_code, str(error.detail))
+
+    @app.exception_handler(QueueFullError)
+    async def full(http: HttpRequest, error: QueueFullError) -> Response:
+        return answer(429, str(error), retry_after_s=error.retry_after_s)
+
+    @app.exception_handler(NotServingError)
+    async def closing(http: HttpRequest, error: NotServingError) -> Response:
+        return answer(503, str(error), retry_after_s=SHUTDOWN_RETRY_S)
+
+    @app.exception_handler(ClientGoneError)
+    async def gone(http: HttpRequest, error: ClientGoneError) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)

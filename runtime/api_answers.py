@@ -1,0 +1,126 @@
+"""Answers of the OpenAI API, whole and in pieces, from what the scheduler reports."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from replayssm.runtime.requests import Request, TokenLogprob, Update
+
+LOWEST_LOGPROB = -9999.0
+"""What -inf is written as, which JSON cannot."""
+
+
+class Answers:
+    """Shapes the answers to one call.
+
+    kind: "completion" or "chat". n: choices per prompt. top: likeliest tokens to report, None for no logprobs at all.
+    """
+
+    def __init__(self, kind: str, model: str, tokenizer: Any, n: int = 1, top: int | None = None) -> None:
+        self.kind = kind
+        self.n = n
+        self.id = ("cmpl-" if kind == "completion" else "chatcmpl-") + uuid.uuid4().hex
+        self._model = model
+        self._tokenizer = tokenizer
+        self._created = int(time.time())
+        self._top = top
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, requests: Sequence[Request], updates: Sequence[Sequence[Update]]) -> dict[str, Any]:
+        """The answer to a call without streaming."""
+        choices = []
+        for index, (request, parts) in enumerate(zip(requests, updates, strict=True)):
+            choice: dict[str, Any] = {"index": index, "finish_reason": request.finish_reason}
+            if self.kind == "completion":
+                choice["text"] = request.text
+            else:
+                choice["message"] = {"role": "assistant", "content": request.text, "refusal": None}
+            choice["logprobs"] = self._logprobs(index, [value for part in parts for value in part.logprobs])
+            choices.append(choice)
+        name = "text_completion" if self.kind == "completion" else "chat.completion"
+        return {**self._head(name), "choices": choices, "usage": self._usage(requests)}
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The first piece of a streamed choice."""
+        if self.kind == "completion":
+            return None
+        return self._piece({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+
+    def piece(self, index: int, update: Update) -> dict[str, Any] | None:
+        """The next piece of a streamed choice; None where there is nothing to say yet."""
+        if not (update.text or update.logprobs or update.finish_reason):
+            return None
+        choice: dict[str, Any] = {"index": index, "finish_reason": update.finish_reason}
+        if self.kind == "completion":
+            choice["text"] = update.text
+        else:
+            choice["delta"] = {"content": update.text} if update.text else {}
+        choice["logprobs"] = self._logprobs(index, update.logprobs)
+        return self._piece(choice)
+
+    def closing(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """The last piece where usage was asked for."""
+        return {**self._piece(None), "usage": self._usage(requests)}
+
+    def _usage(self, requests: Sequence[Request]) -> dict[str, Any]:
+        prompts = requests[:: self.n]
+        prompt_tokens = sum(len(request.prompt) for request in prompts)
+        completion_tokens = sum(request.generated_count for request in requests)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in prompts)},
+        }
+
+    def _piece(self, choice: dict[str, Any] | None) -> dict[str, Any]:
+        name = "text_completion" if self.kind == "completion" else "chat.completion.chunk"
+        return {**self._head(name), "choices": [] if choice is None else [choice]}
+
+    def _head(self, name: str) -> dict[str, Any]:
+        return {"id": self.id, "object": name, "created": self._created, "model": self._model}
+
+    def _logprobs(self, index: int, values: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if self._top is None:
+            return None
+        if self.kind == "chat":
+            return {
+                "content": [
+                    {
+                        **self._entry(value.token, value.logprob),
+                        "top_logprobs": [self._entry(token, logprob) for token, logprob in value.top],
+                    }
+                    for value in values
+                ],
+                "refusal": None,
+            }
+        tokens = [self._text(value.token) for value in values]
+        offsets = []
+        for text in tokens:
+            offsets.append(self._offsets.get(index, 0))
+            self._offsets[index] = offsets[-1] + len(text)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(value.logprob) for value in values],
+            "top_logprobs": [{self._text(token): _finite(logprob) for token, logprob in value.top} for value in values],
+            "text_offset": offsets,
+        }
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.decode([token])
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else LOWEST_LOGPROB

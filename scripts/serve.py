@@ -1,0 +1,135 @@
+"""`replayssm serve`: an OpenAI-compatible server over an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+MIB = 1 << 20
+
+
+@click.command()
+@click.argument("engine", required=False, type=DIRECTORY)
+@click.option("--checkpoint", type=DIRECTORY, help="Serve this checkpoint; its engine is built once and kept.")
+@click.option("--host", default="localhost", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option("--served-model-name", help="Name that clients use.  [default: the model's]")
+@click.option("--max-batch-size", type=int, help="Sequences at the same time.  [default: what the memory holds]")
+@click.option("--max-num-tokens", type=int, help="Tokens of one step.  [default: 8192]")
+@click.option("--max-seq-len", type=int, help="Prompt and output of a sequence.  [default: the engine's]")
+@click.option(
+    "--free-gpu-memory-fraction",
+    "--kv-cache-free-gpu-memory-fraction",
+    default=0.9,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of the free memory that state and attention cache may take.",
+)
+@click.option("--draft", default="none", show_default=True, type=click.Choice(["none", "ngram", "mtp"]))
+@click.option("--draft-len", type=int, help="Draft tokens per call.  [default: the engine's max_draft_len]")
+@click.option("--adaptive-drafts", is_flag=True, help="Draft less for a request whose drafts fall.")
+@click.option("--prefill-chunk", default=256, show_default=True, help="Prompt tokens of a request in one step.")
+@click.option("--max-queue-size", default=256, show_default=True, help="Waiting requests before 429.")
+@click.option("--time-slice", type=int, help="Steps after which a request makes way for a waiting one.")
+@click.option("--swap-memory", default=1024, show_default=True, help="MiB of host memory for those that made way.")
+@click.option("--prefix-cache", default=256, show_default=True, help="MiB for beginnings of prompts; 0 keeps none.")
+@click.option("--request-timeout", type=click.FloatRange(0, min_open=True), help="Seconds per request.")
+@click.option("--max-request-bytes", default=8 * MIB, show_default=True, help="Size of a request's body.")
+@click.option("--chat-template", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Jinja file.")
+@click.option(
+    "--api-key", envvar="REPLAYSSM_API_KEY", help="Bearer token that /v1 wants; better set by $REPLAYSSM_API_KEY."
+)
+@click.option("--shutdown-timeout", default=30, show_default=True, help="Seconds for running requests after SIGTERM.")
+@click.option(
+    "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
+)
+@click.option("--log-format", default="text", show_default=True, type=click.Choice(["text", "json"]))
+def serve(engine: Path | None, checkpoint: Path | None, log_level: str, log_format: str, **options: Any) -> None:
+    """Serve ENGINE over HTTP: OpenAI's completions and chat, /health and /metrics.
+
+    Options carry trtllm-serve's names where the meaning is the same.
+    """
+    if (engine is None) == (checkpoint is None):
+        raise click.UsageError("give an engine directory, or --checkpoint")
+    try:
+        import uvicorn
+
+        from replayssm.runtime.api import create_app
+    except ModuleNotFoundError as error:
+        raise ValueError(f"serving needs the package {error.name!r}: pip install 'replayssm-trt[serve]'") from error
+    from replayssm.runtime import logs
+    from replayssm.runtime.engine import Engine
+
+    logs.set_up(log_level, log_format == "json")
+    loaded = Engine.load(engine or _cached_engine(checkpoint))
+    app = create_app(_loop(loaded, **options), _server_options(loaded, **options))
+    uvicorn.run(
+        app,
+        host=options["host"],
+        port=options["port"],
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=options["shutdown_timeout"],
+    )
+
+
+def _loop(engine: Any, **options: Any) -> Any:
+    import logging
+
+    from replayssm.runtime.scheduler import SchedulerOptions
+    from replayssm.runtime.serving import free_bytes, make_loop, slot_bytes, slots_that_fit, with_max_seq_len
+
+    engine = with_max_seq_len(engine, options["max_seq_len"])
+    memory = int(free_bytes("cpu") * options["free_gpu_memory_fraction"])
+    slots = slots_that_fit(engine, memory, options["max_batch_size"])
+    size, cache = slot_bytes(engine)
+    logging.getLogger("replayssm.server").info(
+        "%d slots of %.1f MB, %.1f MB of it attention cache for %d tokens",
+        *(slots, size / 1e6, cache / 1e6, engine.manifest.replay.max_seq_len),
+    )
+    scheduling = SchedulerOptions(
+        max_num_tokens=options["max_num_tokens"],
+        max_queue=options["max_queue_size"],
+        time_slice=options["time_slice"],
+        swap_bytes=options["swap_memory"] * MIB,
+        prefix_cache_bytes=options["prefix_cache"] * MIB,
+        draft_len=options["draft_len"],
+        adaptive_drafts=options["adaptive_drafts"],
+    )
+    return make_loop(engine, slots, scheduling, options["draft"], options["prefill_chunk"])
+
+
+def _server_options(engine: Any, **options: Any) -> Any:
+    from replayssm.runtime.api import ServerOptions
+
+    template = options["chat_template"]
+    return ServerOptions(
+        model=options["served_model_name"] or engine.manifest.model["name"],
+        api_key=options["api_key"] or None,
+        timeout_s=options["request_timeout"],
+        max_body_bytes=options["max_request_bytes"],
+        chat_template=None if template is None else template.read_text(encoding="utf-8"),
+    )
+
+
+def _cached_engine(checkpoint: Path) -> Path:
+    """The engine of a checkpoint, built where it is missing. An interrupted build leaves nothing behind."""
+    import hashlib
+    import os
+
+    from replayssm.builders.checkpoint import Checkpoint
+    from replayssm.builders.engine import BuildOptions, build_engine
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "replayssm" / "engines"
+    # The identity covers shapes and configuration; sizes and times of files say when weights changed under them.
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(checkpoint.iterdir())]
+    key = hashlib.sha256(f"{Checkpoint.open(checkpoint).identity} {stats}".encode()).hexdigest()[:16]
+    output = cache / f"{checkpoint.resolve().name}-{key}"
+    if not output.exists():
+        click.echo(f"building {output}", err=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        build_engine(checkpoint, output, BuildOptions(max_draft_len=3))
+    return output

@@ -1,0 +1,380 @@
+"""The server end to end on loopback, through the official client: answers are those of a request that runs alone."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import random
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")
+pytest.importorskip("prometheus_client")
+
+import httpx
+import openai
+import uvicorn
+
+from replayssm.runtime.api import ServerOptions, create_app
+from replayssm.runtime.generation import generate
+from replayssm.runtime.scheduler import SchedulerOptions
+from replayssm.runtime.serving import make_loop
+from replayssm.runtime.session import Session
+
+WAIT_S = 30
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if flag %}!{% endif %}assistant:"
+PROMPTS = ["The state of a sequence", "is read for every token", "and rewritten when its ring is full", "0123456789"]
+
+
+class RunningServer:
+    """A server in a thread on a free port."""
+
+    def __init__(self, engine, slots=2, draft="ngram", scheduling=None, **options):
+        self.loop = make_loop(engine, slots, scheduling, draft, prefill_chunk=8)
+        self.app = create_app(self.loop, ServerOptions("tiny", chat_template=TEMPLATE, **options))
+        config = uvicorn.Config(self.app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=5)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        deadline = time.monotonic() + WAIT_S
+        while not self.server.started:
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.01)
+        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
+
+    def client(self, **options):
+        options = {"api_key": "none", "max_retries": 0, "timeout": WAIT_S, **options}
+        return openai.OpenAI(base_url=f"{self.url}/v1", **options)
+
+    def until_idle(self):
+        """Wait until nothing runs and no slot is taken."""
+        scheduler, deadline = self.loop.scheduler, time.monotonic() + WAIT_S
+        while scheduler.has_work or scheduler.session.free_slots < scheduler.session.slots:
+            assert time.monotonic() < deadline, "requests are left over"
+            time.sleep(0.01)
+
+    def stop(self):
+        self.server.should_exit = True
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+        assert not self.loop._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def start(tiny_engine):
+    """`start(**options)` -> RunningServer, stopped at the end."""
+    running = []
+
+    def make(**options):
+        running.append(RunningServer(tiny_engine("nano"), **options))
+        return running[-1]
+
+    yield make
+    for server in running:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def server(start):
+    return start(scheduling=SchedulerOptions(prefix_cache_bytes=1 << 24, time_slice=6), max_choices=8)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return server.client()
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_engine):
+    """`alone(prompt, count, **options)` -> GenerationResult of a prompt on its own."""
+    engine, known = tiny_engine("nano"), {}
+
+    def make(prompt, count, **options):
+        key = (prompt, count, *options)
+        if key not in known or options:
+            session = Session(engine, slots=1, prefill_chunk=8)
+            tokens = engine.tokenizer(prompt)["input_ids"]
+            known[key] = generate(session, [tokens], count, tokenizer=engine.tokenizer, **options)[0]
+        return known[key]
+
+    return make
+
+
+def test_completion(client, alone):
+    expected = alone(PROMPTS[0], 16)
+    answer = client.completions.create(model="tiny", prompt=PROMPTS[0], temperature=0)
+    assert answer.object == "text_completion"
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == expected.finish_reason
+    assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+    assert answer.usage.completion_tokens == len(expected.token_ids)
+    again = client.completions.create(model="tiny", prompt=expected.prompt_token_ids, temperature=0)
+    assert again.choices[0].text == expected.text
+    assert again.usage.prompt_tokens_details.cached_tokens in (8, 16)
+
+
+def test_several_prompts_and_choices(client, alone):
+    answer = client.completions.create(model="tiny", prompt=PROMPTS[:3], temperature=0, max_tokens=5, n=2)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert [choice.text for choice in answer.choices] == [alone(p, 5).text for p in PROMPTS[:3] for _ in range(2)]
+    assert answer.usage.completion_tokens == 30
+    assert answer.usage.prompt_tokens == sum(len(alone(p, 5).prompt_token_ids) for p in PROMPTS[:3])
+
+
+def test_sampling_follows_the_seed(client):
+    def texts(seed, **options):
+        answer = client.completions.create(
+            model="tiny", prompt=PROMPTS[0], max_tokens=12, temperature=1.5, n=3, seed=seed, **options
+        )
+        return [choice.text for choice in answer.choices]
+
+    assert texts(5) == texts(5)
+    assert len(set(texts(5))) == 3
+    assert texts(6)[:2] == texts(5)[1:]  # choice i of seed s is choice 0 of seed s + i
+    assert texts(5, extra_body={"top_k": 1}) != texts(5)
+    assert texts(None) != texts(None)
+
+
+def test_streamed_completion(client, alone):
+    expected = alone(PROMPTS[1], 20)
+    options = {"model": "tiny", "prompt": PROMPTS[1], "temperature": 0, "max_tokens": 20, "stream": True}
+    *pieces, last = client.completions.create(**options, stream_options={"include_usage": True})
+    assert "".join(piece.choices[0].text for piece in pieces) == expected.text
+    assert [piece.choices[0].finish_reason for piece in pieces][-1] == "length"
+    assert all(piece.choices[0].finish_reason is None for piece in pieces[:-1])
+    assert len(pieces) > 3
+    assert (last.choices, last.usage.completion_tokens) == ([], 20)
+    assert all(piece.usage is None for piece in client.completions.create(**options))
+
+
+def test_chat(client, alone):
+    messages = [{"role": "system", "content": "Short."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    expected = alone("system: Short.\nuser: Hi\nassistant:", 9)
+    options = {"model": "tiny", "messages": messages, "temperature": 0, "max_completion_tokens": 9}
+    answer = client.chat.completions.create(**options)
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].message.role == "assistant"
+    pieces = list(client.chat.completions.create(**options, stream=True))
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected.text
+    assert {piece.object for piece in pieces} == {"chat.completion.chunk"}
+    flagged = client.chat.completions.create(**options, extra_body={"chat_template_kwargs": {"flag": True}})
+    assert flagged.choices[0].message.content == alone("system: Short.\nuser: Hi\n!assistant:", 9).text
+
+
+def test_stop_strings(client, alone):
+    text = alone(PROMPTS[2], 30).text
+    stop = text[8:11]
+    assert stop not in text[:8]
+    for options in ({}, {"stream": True}):
+        answer = client.completions.create(
+            model="tiny", prompt=PROMPTS[2], temperature=0, max_tokens=30, stop=[stop, "\0never"], **options
+        )
+        if options:
+            choices = [piece.choices[0] for piece in answer]
+            assert "".join(choice.text for choice in choices) == text[: text.find(stop)]
+            assert choices[-1].finish_reason == "stop"
+        else:
+            assert answer.choices[0].text == text[: text.find(stop)]
+            assert answer.choices[0].finish_reason == "stop"
+
+
+def test_logprobs(client, alone):
+    expected = alone(PROMPTS[0], 6)
+    answer = client.completions.create(model="tiny", prompt=PROMPTS[0], temperature=0, max_tokens=6, logprobs=2)
+    found = answer.choices[0].logprobs
+    assert "".join(found.tokens) == expected.text
+    assert all(len(top) in (1, 2) for top in found.top_logprobs)  # two tokens may have the same text
+    assert [max(top.values()) for top in found.top_logprobs] == found.token_logprobs
+    assert found.text_offset == [sum(map(len, found.tokens[:i])) for i in range(6)]
+    messages = [{"role": "user", "content": "Hi"}]
+    options = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 6, "logprobs": True}
+    answer = client.chat.completions.create(**options, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert [len(entry.top_logprobs) for entry in content] == [3] * 6
+    assert all(entry.logprob == entry.top_logprobs[0].logprob < 0 for entry in content)
+    streamed = [
+        entry
+        for piece in client.chat.completions.create(**options, stream=True)
+        if piece.choices[0].logprobs
+        for entry in piece.choices[0].logprobs.content
+    ]
+    assert [entry.token for entry in streamed] == [entry.token for entry in content]
+
+
+def test_concurrent_clients_some_of_which_leave(server, client, alone):
+    """Answers are those of a request alone, and nothing is left over, also behind clients that hang up."""
+    counts = [40, 7, 23, 1]
+
+    def run(number):
+        choose = random.Random(number)
+        prompt, count = PROMPTS[number % 4], counts[choose.randrange(4)]
+        options = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": count}
+        if number % 3 == 0:
+            return client.completions.create(**options).choices[0].text, alone_texts[prompt, count]
+        text, stream = "", client.completions.create(**options, stream=True)
+        leave_after = choose.randrange(1, 5) if number % 3 == 1 else None
+        for index, piece in enumerate(stream):
+            text += piece.choices[0].text
+            if index == leave_after:
+                stream.close()
+                return text, alone_texts[prompt, count][: len(text)]
+        return text, alone_texts[prompt, count]
+
+    alone_texts = {(prompt, count): alone(prompt, count).text for prompt in PROMPTS for count in counts}
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        for ours, expected in pool.map(run, range(36)):
+            assert ours == expected
+    server.until_idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_cancels_its_request(server, alone, stream):
+    before = server.app.state.server.metrics.requests.labels("cancelled")._value.get()
+    body = {"prompt": [1, 2, 3], "max_tokens": 390, "stream": stream, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(WAIT_S, read=0.05))
+    server.until_idle()
+    assert server.app.state.server.metrics.requests.labels("cancelled")._value.get() == before + 1
+
+
+def test_models_health_metrics(server, client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    client.completions.create(model="tiny", prompt="a", max_tokens=3)
+    text = httpx.get(f"{server.url}/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values["replayssm_slots"]) == 2
+    assert float(values["replayssm_state_bytes"]) == server.loop.scheduler.session.state_bytes
+    assert float(values['replayssm_requests_total{reason="length"}']) >= 1
+    assert float(values["replayssm_time_to_first_token_seconds_count"]) >= 1
+    assert float(values["replayssm_generated_tokens_total"]) >= 3
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"prompt": "a", "model": "other"}, 404, "has the model 'tiny', not 'other'"),
+        ({"prompt": "a", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
+        ({"prompt": "a", "colour": 1}, 400, "colour: Extra inputs are not permitted"),
+        ({"prompt": "a", "logit_bias": {"1": 2}}, 400, "logit_bias is not supported"),
+        ({"prompt": "a", "presence_penalty": 1}, 400, "penalties are not supported"),
+        ({"prompt": "a", "echo": True}, 400, "echo and suffix are not supported"),
+        ({"prompt": "a", "stop": ["", "b"]}, 400, "none of them empty"),
+        ({"prompt": "a", "n": 9}, 400, "expected 1 to 8 choices"),
+        ({"prompt": []}, 400, "choices (prompts times n), got 0"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options go with stream"),
+        ({"prompt": ""}, 400, "the prompt is empty"),
+        ({"prompt": [10**6]}, 400, "token id 1000000 is outside the vocabulary of"),
+        ({"prompt": [1] * 400}, 400, "the engine's max_seq_len is 400"),
+        ({"max_tokens": 3}, 400, "prompt: Field required"),
+        ("{", 400, "JSON decode error"),
+    ],
+)
+def test_bad_completions(server, body, status, message):
+    content = {"content": body} if isinstance(body, str) else {"json": body}
+    answer = httpx.post(f"{server.url}/v1/completions", **content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": []}, "at least 1 item"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages: Input should be 'system'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages: "),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": []}, "tools: Extra inputs"),
+        ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs go with logprobs"),
+        ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, "'text'"),
+    ],
+)
+def test_bad_chats(server, body, message):
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_unknown_paths(server):
+    answer = httpx.get(f"{server.url}/v1/nothing")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "invalid_request_error")
+
+
+def test_limits_and_keys(start, tiny_engine):
+    server = start(
+        slots=1,
+        draft="none",
+        scheduling=SchedulerOptions(max_queue=1),
+        api_key="secret",
+        max_body_bytes=2000,
+        timeout_s=0.3,
+    )
+    with pytest.raises(openai.AuthenticationError):
+        server.client(api_key="wrong").models.list()
+    client = server.client(api_key="secret")
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
+
+    def post(**options):
+        return httpx.post(f"{server.url}/v1/completions", headers=headers, timeout=WAIT_S, **options)
+
+    large = b'{"prompt": "' + b"a" * 3000 + b'"}'
+    for content in (large, iter([large])):  # with and without a length in front
+        answer = post(content=content)
+        assert answer.status_code == 413
+        assert "larger than 2000 bytes" in answer.json()["error"]["message"]
+    step = server.loop.scheduler.session.step
+    server.loop.scheduler.session.step = lambda rows: time.sleep(0.02) or step(rows)
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        body = {"prompt": [1, 2], "max_tokens": 300, "ignore_eos": True}
+        answers = list(pool.map(lambda _: post(json=body), range(6)))
+    statuses = sorted(answer.status_code for answer in answers)
+    assert set(statuses) == {429, 504}
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    with pytest.raises(openai.APIError, match="longer than the server allows"):
+        list(
+            client.completions.create(
+                model="tiny", prompt=[1], max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+            )
+        )
+    server.until_idle()
+
+
+def test_shutdown_ends_streams_and_refuses_requests(tiny_engine):
+    server = RunningServer(tiny_engine("nano"), slots=1, draft="none")
+    step = server.loop.scheduler.session.step
+    server.loop.scheduler.session.step = lambda rows: time.sleep(0.005) or step(rows)
+    stream = server.client().completions.create(model="tiny", prompt=[1], max_tokens=60, temperature=0, stream=True)
+    first = next(iter(stream))
+    stopper = threading.Thread(target=server.stop)
+    stopper.start()
+    text = first.choices[0].text + "".join(piece.choices[0].text for piece in stream)
+    engine = tiny_engine("nano")
+    expected = generate(Session(engine, slots=1, prefill_chunk=8), [[1]], 60, tokenizer=engine.tokenizer)[0]
+    assert text == expected.text  # what runs is finished
+    stopper.join(WAIT_S)
+    with pytest.raises(openai.APIConnectionError):
+        server.client().models.list()
+
+
+def test_health_of_a_stopped_engine(start):
+    server = start(slots=1, draft="none")
+    server.loop.stop()
+    answer = httpx.get(f"{server.url}/health")
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+    with pytest.raises(openai.InternalServerError, match="shutting down"):
+        server.client().completions.create(model="tiny", prompt="a")
+
+
+def test_engine_without_end_tokens_takes_the_tokenizers(tiny_engine):
+    engine = tiny_engine("nano")
+    bare = replace(engine, manifest=replace(engine.manifest, model={**engine.manifest.model, "eos_token_ids": []}))
+    bare.tokenizer.eos_token = bare.tokenizer.decode([5])
+    assert bare.end_token_ids == (bare.tokenizer.eos_token_id,)

@@ -1,0 +1,131 @@
+"""The engine's thread: requests from any thread, nothing lost when it stops or a step fails."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import pytest
+
+from replayssm.runtime.engine_loop import EngineLoop, NotServingError
+from replayssm.runtime.generation import generate
+from replayssm.runtime.requests import Request
+from replayssm.runtime.scheduler import QueueFullError, Scheduler, SchedulerOptions
+from replayssm.runtime.session import Session
+
+WAIT_S = 30
+
+
+@pytest.fixture
+def make_loop(tiny_engine):
+    """`make_loop(slots, **options)` -> a loop that runs; it is stopped after the test."""
+    loops = []
+
+    def make(slots=2, start=True, **options):
+        loop = EngineLoop(Scheduler(Session(tiny_engine("nano"), slots), None, SchedulerOptions(**options)))
+        loops.append(loop)
+        if start:
+            loop.start()
+        return loop
+
+    yield make
+    for loop in loops:
+        if loop._thread.is_alive():
+            loop.stop()
+
+
+def request_and_end(loop, prompt=(1, 2, 3), count=5):
+    """A request, and a queue that gets its finish reason."""
+    ended = queue.Queue()
+
+    def note(_, update):
+        if update.finish_reason:
+            ended.put(update.finish_reason)
+
+    session = loop.scheduler.session
+    return Request.create(session, prompt, count, end_tokens=(), on_update=note), ended
+
+
+def test_requests_from_many_threads(make_loop, tiny_engine):
+    prompts = [[index, index + 1, 7] for index in range(12)]
+    expected = [r.token_ids for r in generate(Session(tiny_engine("nano")), prompts, 6, eos_token_ids=())]
+    loop, found = make_loop(), {}
+
+    def client(index):
+        request, ended = request_and_end(loop, prompts[index], 6)
+        loop.submit([request])
+        assert ended.get(timeout=WAIT_S) == "length"
+        found[index] = request.generated
+
+    threads = [threading.Thread(target=client, args=(index,)) for index in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert [found[index] for index in range(12)] == expected
+    assert loop.scheduler.session.free_slots == 2
+
+
+def test_all_or_none(make_loop):
+    loop = make_loop(start=False, max_queue=3)
+    loop._thread.start()
+    loop.scheduler.step = lambda: time.sleep(0.005)  # nothing is admitted
+    first, second = ([request_and_end(loop)[0] for _ in range(2)] for _ in range(2))
+    loop.submit(first)
+    with pytest.raises(QueueFullError):
+        loop.submit(second)
+    assert [request.number for request in second] == [-1, -1]
+    loop.submit(second[:1])
+
+
+def test_stop_drains_then_cancels(make_loop):
+    loop = make_loop(slots=1)
+    short, short_end = request_and_end(loop, count=3)
+    loop.submit([short])
+    loop.stop(drain_s=WAIT_S)
+    assert short_end.get(timeout=1) == "length"
+    with pytest.raises(NotServingError):
+        loop.submit([request_and_end(loop)[0]])
+    loop = make_loop(slots=1)
+    requests = [request_and_end(loop, count=390) for _ in range(2)]
+    loop.submit([request for request, _ in requests])
+    loop.stop()
+    assert [ended.get(timeout=1) for _, ended in requests] == ["cancelled"] * 2
+    assert loop.scheduler.session.free_slots == 1
+    assert not loop.is_serving
+
+
+def test_cancel(make_loop):
+    loop = make_loop(slots=1)
+    requests = [request_and_end(loop, count=390) for _ in range(2)]
+    loop.submit([request for request, _ in requests])
+    loop.cancel([request for request, _ in requests])
+    assert [ended.get(timeout=WAIT_S) for _, ended in requests] == ["cancelled"] * 2
+    loop.cancel([requests[0][0]])
+    request, ended = request_and_end(loop)
+    loop.submit([request])
+    assert ended.get(timeout=WAIT_S) == "length"
+
+
+def test_a_failed_step_ends_its_requests_only(make_loop):
+    loop = make_loop(slots=1)
+    step, failures = loop.scheduler.session.step, [RuntimeError("invalid row")]
+    loop.scheduler.session.step = lambda rows: step(rows) if not failures else (_ for _ in ()).throw(failures.pop())
+    pairs = [request_and_end(loop) for _ in range(2)]
+    loop.submit([request for request, _ in pairs])
+    assert [ended.get(timeout=WAIT_S) for _, ended in pairs] == ["error", "length"]
+    assert "invalid row" in pairs[0][0].error
+    assert loop.failed_steps == 1
+    assert loop.is_serving
+
+
+def test_it_sleeps_while_idle(make_loop):
+    loop = make_loop()
+    calls, step = [], loop.scheduler.step
+    loop.scheduler.step = lambda: calls.append(1) or step()
+    request, ended = request_and_end(loop)
+    loop.submit([request])
+    ended.get(timeout=WAIT_S)
+    time.sleep(0.05)
+    assert len(calls) <= 8

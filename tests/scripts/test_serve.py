@@ -1,0 +1,127 @@
+"""`replayssm serve` as a process: it starts, answers, ends on SIGTERM and survives being killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("fastapi")
+
+import httpx
+
+from replayssm.builders.engine import BuildOptions, build_engine
+from replayssm.runtime.engine import Engine
+from replayssm.scripts.cli import main
+
+START_S = 60
+COMMAND = [sys.executable, "-c", "from replayssm.scripts.cli import main; main()", "serve"]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint, tmp_path_factory):
+    output = tmp_path_factory.mktemp("engines") / "nano"
+    build_engine(tiny_checkpoint("nano"), output, BuildOptions(max_batch_size=3, max_seq_len=128, max_draft_len=3))
+    return output
+
+
+class Process:
+    """The command with JSON logs; `url` once it listens."""
+
+    def __init__(self, *arguments, home):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
+        self.log = Path(home) / "log"
+        with self.log.open("w") as file:
+            command = [*COMMAND, *map(str, arguments), "--port", "0", "--log-format", "json"]
+            self.process = subprocess.Popen(command, stderr=file, stdout=subprocess.PIPE, text=True, env=environment)
+        self.url = self._wait_for_url()
+
+    def _wait_for_url(self):
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if found := re.search(r"http://[\w.\[\]:]+:\d+", self.log.read_text()):
+                return found[0]
+            time.sleep(0.05)
+        self.process.kill()
+        raise AssertionError(self.log.read_text())
+
+    def records(self):
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+
+    def complete(self, **body):
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=30)
+
+    def end(self, number):
+        self.process.send_signal(number)
+        stdout, _ = self.process.communicate(timeout=30)
+        assert stdout == ""
+        return self.process.returncode
+
+
+def test_serve_then_end(engine, tmp_path):
+    server = Process(engine, "--max_batch_size", 2, "--served-model-name", "mine", "--draft", "ngram", home=tmp_path)
+    try:
+        answer = server.complete(model="mine", prompt="is read", max_tokens=5, temperature=0)
+        assert answer.json()["usage"]["completion_tokens"] == 5
+    finally:
+        code = server.end(signal.SIGTERM)
+    assert code in (0, -signal.SIGTERM)  # uvicorn raises the signal again when it is done
+    (record,) = [record for record in server.records() if record["message"] == "request"]
+    assert record["completion_tokens"] == 5
+    assert record["id"] == answer.json()["id"]
+    assert any("2 slots of" in record["message"] for record in server.records())
+
+
+def test_kill_and_restart_from_a_checkpoint(tiny_checkpoint, tmp_path):
+    """The engine is built once; killing the server under load damages nothing."""
+    arguments = ("--checkpoint", tiny_checkpoint("qwen"), "--max-seq-len", 64)
+    server = Process(*arguments, home=tmp_path)
+    body = {"prompt": "is read", "max_tokens": 60, "temperature": 0}
+    try:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}) as stream:
+            next(stream.iter_lines())
+            assert server.end(signal.SIGKILL) == -signal.SIGKILL
+    except httpx.RemoteProtocolError:
+        pass
+    (built,) = (tmp_path / "cache" / "replayssm" / "engines").iterdir()
+    Engine.load(built, "full")
+    before = built.stat().st_mtime_ns
+    server = Process(*arguments, home=tmp_path)
+    try:
+        assert server.complete(**body).status_code == 200
+    finally:
+        server.end(signal.SIGTERM)
+    assert [path.stat().st_mtime_ns for path in built.parent.iterdir()] == [before]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give an engine directory, or --checkpoint"),
+        (("ENGINE", "--checkpoint", "ENGINE"), "give an engine directory, or --checkpoint"),
+        (("ENGINE", "--max-batch-size", 9), "slots must be between 1 and the engine's max_batch_size 3"),
+        (("ENGINE", "--max-seq-len", 4000), "between 2 and the engine's 128"),
+        (("ENGINE", "--draft", "ngram", "--draft-len", 9), "draft_len must be between 1"),
+        (("ENGINE", "--max-num-tokens", 10), "less than the 264 tokens"),
+        (("ENGINE", "--free-gpu-memory-fraction", 1e-9), "may be used: lower --max-batch-size"),
+        (("ENGINE/weights",), "has no config.json"),
+        (("/nowhere",), "does not exist"),
+    ],
+)
+def test_bad_options(engine, monkeypatch, arguments, message):
+    monkeypatch.setattr(
+        "replayssm.runtime.logs.set_up", lambda *_: None
+    )  # it would log to this runner's stderr for ever
+    given = [str(argument).replace("ENGINE", str(engine)) for argument in arguments]
+    result = CliRunner().invoke(main, ["serve", *given])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
