@@ -18,6 +18,7 @@ COMMANDS = {
     "build": "Build an engine directory from a checkpoint.",
     "generate": "Generate text with an engine.",
     "serve": "Serve an engine over HTTP, with OpenAI's API.",
+    "bench": "Measure an engine with trtllm-bench's data sets and reports.",
     "inspect": "Show state sizes and memory traffic of a model.",
     "doctor": "Show what this machine has and which targets work.",
 }

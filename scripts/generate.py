@@ -80,7 +80,7 @@ def generate(
     params = [replace(params, seed=(params.seed + index) % 2**64) for index in range(len(texts))]
     loaded = Engine.load(engine, "full" if verify else "size")
     tokenizer = loaded.tokenizer
-    token_ids = [_encode(tokenizer, text, chat) for text in texts]
+    token_ids = [encode(tokenizer, text, chat) for text in texts]
     session = Session(loaded, slots=min(len(texts), loaded.manifest.limits.max_batch_size))
     session.warm_up()
     results = generate_tokens(
@@ -115,7 +115,7 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8 text ({error}): convert it first") from error
 
 
-def _encode(tokenizer: Any, text: str, chat: bool) -> list[int]:
+def encode(tokenizer: Any, text: str, chat: bool) -> list[int]:
     if not chat:
         return list(tokenizer(text)["input_ids"])
     if not tokenizer.chat_template:

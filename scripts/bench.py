@@ -1,0 +1,281 @@
+"""`replayssm bench`: throughput and latency of an engine, with trtllm-bench's data sets, options and reports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+NEW_FILE = click.Path(dir_okay=False, path_type=Path)
+ENGINE = click.Path(exists=True, file_okay=False, path_type=Path)
+_COMMON = (
+    click.option("--engine", "--engine-dir", required=True, type=ENGINE, help="Engine directory."),
+    click.option("--dataset", required=True, type=FILE, help="JSON lines, as `bench prepare-dataset` writes them."),
+    click.option("--num-requests", default=0, show_default=True, help="Requests of the data set to run; 0: all."),
+    click.option("--warmup", default=2, show_default=True, help="Requests to run before, without measuring."),
+    click.option("--max-num-tokens", type=int, help="Tokens of one step.  [default: 8192]"),
+    click.option("--max-seq-len", type=int, help="Prompt and output of a sequence.  [default: the engine's]"),
+    click.option("--prefill-chunk", default=256, show_default=True, help="Prompt tokens of a request in one step."),
+    click.option("--eos-id", default=-1, show_default=True, help="Token that ends an output; -1: none does."),
+    click.option("--draft", default="none", show_default=True, type=click.Choice(["none", "ngram", "mtp"])),
+    click.option("--draft-len", type=int, help="Draft tokens per call.  [default: the engine's max_draft_len]"),
+    click.option("--adaptive-drafts", is_flag=True, help="Draft less for a request whose drafts fall."),
+    click.option("--sampler-options", type=FILE, help="YAML or JSON with temperature, top_k, top_p, min_p, seed."),
+    click.option("--report-json", type=NEW_FILE, help="Write the report here."),
+    click.option("--output-json", type=NEW_FILE, help="Write every request's tokens here."),
+    click.option("--request-json", type=NEW_FILE, help="Write every request's times here."),
+    click.option("--iteration-log", type=NEW_FILE, help="Write a line per step here."),
+)
+_MEMORY = click.option(
+    "--kv-cache-free-gpu-mem-fraction",
+    "memory_fraction",
+    default=0.9,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of the free memory that state and attention cache may take.",
+)
+
+
+def _common(command: Callable) -> Callable:
+    for option in reversed(_COMMON):
+        command = option(command)
+    return command
+
+
+@click.group()
+def bench() -> None:
+    """Measure an engine with trtllm-bench's data sets and reports."""
+
+
+@bench.command()
+@_common
+@click.option("--max-batch-size", type=int, help="Sequences at the same time.  [default: what the memory holds]")
+@click.option("--concurrency", default=-1, show_default=True, help="Requests in flight; -1: all at once.")
+@click.option("--streaming", is_flag=True, help="Report times of first and later tokens too.")
+@_MEMORY
+def throughput(**options: Any) -> None:
+    """Run a data set as fast as possible."""
+    _run(**options)
+
+
+@bench.command()
+@_common
+@_MEMORY
+def latency(**options: Any) -> None:
+    """Run a data set one request at a time."""
+    _run(**options, max_batch_size=1, concurrency=1, streaming=True)
+
+
+def _run(engine: Path, dataset: Path, report_json: Path | None, **options: Any) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from replayssm.runtime.bench_data import read_dataset
+    from replayssm.runtime.bench_report import make_report, request_json, text_report
+    from replayssm.runtime.bench_run import run_samples
+    from replayssm.runtime.engine import Engine
+    from replayssm.runtime.scheduler import Scheduler, SchedulerOptions
+    from replayssm.runtime.serving import free_bytes, make_drafter, slots_that_fit, with_max_seq_len
+    from replayssm.runtime.session import Session
+
+    if options["concurrency"] == 0 or options["concurrency"] < -1:
+        raise ValueError(f"concurrency must be positive, or -1 for all at once, got {options['concurrency']}")
+    loaded = with_max_seq_len(Engine.load(engine), options["max_seq_len"])
+    samples = read_dataset(dataset, _LazyTokenizer(loaded), options["num_requests"])
+    params = _sampling(options["sampler_options"])
+    memory = int(free_bytes("cpu") * options["memory_fraction"])
+    slots = slots_that_fit(loaded, memory, options["max_batch_size"])
+    session = Session(loaded, slots, prefill_chunk=options["prefill_chunk"])
+    drafter = make_drafter(options["draft"], session)
+    scheduling = SchedulerOptions(
+        options["max_num_tokens"], draft_len=options["draft_len"], adaptive_drafts=options["adaptive_drafts"]
+    )
+    end_tokens = () if options["eos_id"] < 0 else (options["eos_id"],)
+    scheduler = Scheduler(session, drafter, scheduling)
+    session.warm_up()
+    run_samples(Scheduler(session, drafter, scheduling), samples[: options["warmup"]], 1, params, end_tokens)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(Progress(*columns, console=console, transient=True, disable=not console.is_terminal))
+        task = bar.add_task("Requests", total=len(samples))
+        log = options["iteration_log"]
+        log = None if log is None else stack.enter_context(log.open("w", encoding="utf-8"))
+        records = run_samples(
+            scheduler, samples, options["concurrency"], params, end_tokens, lambda _: bar.advance(task), log
+        )
+    report = make_report(
+        scheduler,
+        records,
+        draft=options["draft"],
+        streaming=options["streaming"],
+        dataset=dataset,
+        memory_fraction=options["memory_fraction"],
+    )
+    click.echo(text_report(report))
+    _write_json(report_json, report)
+    _write_json(options["request_json"], [request_json(record) for record in records])
+    _write_json(options["output_json"], [{"id": record.task_id, "output_ids": record.tokens} for record in records])
+
+
+class _LazyTokenizer:
+    """Loads the engine's tokenizer only if a data set has text."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __call__(self, text: str) -> Any:
+        return self._engine.tokenizer(text)
+
+
+def _sampling(path: Path | None) -> Any:
+    from replayssm.runtime.sampling import SamplingParams
+
+    if path is None:
+        return SamplingParams()
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        return SamplingParams(**values)
+    except (yaml.YAMLError, TypeError) as error:
+        raise ValueError(f"{path}: expected temperature, top_k, top_p, min_p and seed ({error})") from error
+
+
+def _write_json(path: Path | None, value: Any) -> None:
+    if path is not None:
+        _write(path, [json.dumps(value, indent=2)])
+
+
+def _write(path: Path, lines: Iterable[str]) -> int:
+    """Write lines so that the file appears whole; returns how many."""
+    count = 0
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        try:
+            for line in lines:
+                file.write(line + "\n")
+                count += 1
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    return count
+
+
+@bench.group("prepare-dataset")
+@click.option("--engine", "--engine-dir", required=True, type=ENGINE, help="Whose vocabulary or tokenizer to use.")
+@click.option("--output", required=True, type=NEW_FILE, help="File to write.")
+@click.option("--random-seed", default=420, show_default=True)
+@click.pass_context
+def prepare_dataset(context: click.Context, **options: Any) -> None:
+    """Write a data set: random tokens with normal or uniform lengths, or text."""
+    context.obj = options
+
+
+@prepare_dataset.command("token-norm-dist")
+@click.option("--num-requests", required=True, type=click.IntRange(1))
+@click.option("--input-mean", required=True, type=click.FloatRange(1))
+@click.option("--input-stdev", default=0.0, show_default=True, type=click.FloatRange(0))
+@click.option("--output-mean", required=True, type=click.FloatRange(1))
+@click.option("--output-stdev", default=0.0, show_default=True, type=click.FloatRange(0))
+@click.pass_obj
+def token_norm_dist(options: dict[str, Any], num_requests: int, **lengths: float) -> None:
+    """Random tokens, lengths from normal distributions."""
+    choose = random.Random(options["random_seed"])
+    inputs, outputs = (
+        [choose.gauss(lengths[f"{name}_mean"], lengths[f"{name}_stdev"]) for _ in range(num_requests)]
+        for name in ("input", "output")
+    )
+    _write_random(options, inputs, outputs)
+
+
+@prepare_dataset.command("token-unif-dist")
+@click.option("--num-requests", required=True, type=click.IntRange(1))
+@click.option("--input-min", required=True, type=click.IntRange(1))
+@click.option("--input-max", required=True, type=click.IntRange(1))
+@click.option("--output-min", required=True, type=click.IntRange(1))
+@click.option("--output-max", required=True, type=click.IntRange(1))
+@click.pass_obj
+def token_unif_dist(options: dict[str, Any], num_requests: int, **lengths: int) -> None:
+    """Random tokens, lengths from uniform distributions."""
+    choose, drawn = random.Random(options["random_seed"]), []
+    for name in ("input", "output"):
+        low, high = lengths[f"{name}_min"], lengths[f"{name}_max"]
+        if low > high:
+            raise ValueError(f"--{name}-min {low} is above --{name}-max {high}")
+        drawn.append([choose.randint(low, high) for _ in range(num_requests)])
+    _write_random(options, *drawn)
+
+
+@prepare_dataset.command("text")
+@click.option("--input", "path", required=True, type=FILE, help="One prompt a line.")
+@click.option("--output-tokens", required=True, type=click.IntRange(1), help="Tokens to generate for each.")
+@click.option("--chat", is_flag=True, help="Wrap each prompt as a user's message with the checkpoint's chat template.")
+@click.pass_obj
+def text(options: dict[str, Any], path: Path, output_tokens: int, chat: bool) -> None:
+    """Prompts of a text file, tokenised."""
+    from replayssm.runtime.bench_data import Sample
+    from replayssm.runtime.engine import Engine
+    from replayssm.scripts.generate import encode
+
+    tokenizer = Engine.load(options["engine"]).tokenizer
+    prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    samples = (
+        Sample(task_id, encode(tokenizer, prompt, chat), output_tokens) for task_id, prompt in enumerate(prompts)
+    )
+    _write_samples(options, samples)
+
+
+def _write_random(options: dict[str, Any], inputs: list[float], outputs: list[float]) -> None:
+    from replayssm.plugins.manifest import read_manifest
+    from replayssm.runtime.bench_data import random_samples
+
+    model = read_manifest(options["engine"]).model
+    _write_samples(
+        options,
+        random_samples(inputs, outputs, model["vocab_size"], model["eos_token_ids"], options["random_seed"]),
+    )
+
+
+def _write_samples(options: dict[str, Any], samples: Iterator[Any]) -> None:
+    count = _write(options["output"], (sample.to_line() for sample in samples))
+    click.echo(f"{options['output']}: {count} requests")
+
+
+@bench.command()
+@click.argument("first", type=FILE)
+@click.argument("second", type=FILE)
+@click.option("--plot", "plot_file", type=NEW_FILE, help="Draw the ratios here (svg, png or pdf).")
+def compare(first: Path, second: Path, plot_file: Path | None) -> None:
+    """Lay two reports side by side, ours or trtllm-bench's."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from replayssm.runtime import bench_compare
+
+    lines = bench_compare.compare(bench_compare.read_report(first), bench_compare.read_report(second))
+    table = Table("", first.stem, second.stem, f"{second.stem} / {first.stem}")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for line in lines:
+        ratio = "" if line.ratio is None else f"{line.ratio:.3f}"
+        colour = {True: "green", False: "red", None: "default"}[line.better]
+        table.add_row(line.label, f"{line.first:,.2f}", f"{line.second:,.2f}", f"[{colour}]{ratio}[/{colour}]")
+    Console().print(table)
+    if plot_file is not None:
+        try:
+            bench_compare.plot(lines, (first.stem, second.stem), plot_file)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"--plot needs {error.name}: pip install 'replayssm-trt[bench]'") from error

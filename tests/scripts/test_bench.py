@@ -1,0 +1,91 @@
+"""`replayssm bench` through click: a data set, two runs, a comparison."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from replayssm.builders.engine import BuildOptions, build_engine
+from replayssm.scripts.cli import main
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint, tmp_path_factory):
+    output = tmp_path_factory.mktemp("engines") / "nano"
+    build_engine(tiny_checkpoint("nano"), output, BuildOptions(max_batch_size=3, max_seq_len=64, max_draft_len=3))
+    return output
+
+
+def bench(*arguments):
+    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
+
+
+def prepare(engine, path, *arguments):
+    return bench("prepare-dataset", "--engine", engine, "--output", path, *arguments)
+
+
+def test_prepare_run_compare(engine, tmp_path):
+    arguments = ("--num-requests", 5, "--input-mean", 12, "--input-stdev", 3, "--output-mean", 6)
+    result = prepare(engine, tmp_path / "data", "token-norm-dist", *arguments)
+    assert (result.exit_code, result.stdout) == (0, f"{tmp_path / 'data'}: 5 requests\n")
+    names = ("report_json", "output_json", "request_json", "iteration_log")
+    outputs = [item for name in names for item in (f"--{name}", tmp_path / name)]
+    common = ("--engine_dir", engine, "--dataset", tmp_path / "data")
+    result = bench("throughput", *common, "--streaming", "--concurrency", 2, "--warmup", 1, *outputs)
+    assert result.exit_code == 0, result.stderr
+    assert "= PERFORMANCE OVERVIEW" in result.stdout
+    report = json.loads((tmp_path / "report_json").read_text())
+    assert report["request_info"]["num_requests"] == 5
+    assert report["request_info"]["avg_output_length"] == 6
+    assert report["world_info"]["max_batch_size"] == 3
+    assert [len(entry["output_ids"]) for entry in json.loads((tmp_path / "output_json").read_text())] == [6] * 5
+    assert all(entry["decode_iteration"] == 5 for entry in json.loads((tmp_path / "request_json").read_text()))
+    assert len((tmp_path / "iteration_log").read_text().splitlines()) == report["replayssm"]["steps"]
+    result = bench(
+        "latency", *common, "--num-requests", 2, "--draft", "mtp", "--report-json", tmp_path / "latency.json"
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "= DECODING STATISTICS (MTP)" in result.stdout
+    report = json.loads((tmp_path / "latency.json").read_text())
+    assert (report["request_info"]["num_requests"], report["world_info"]["max_batch_size"]) == (2, 1)
+    result = bench("compare", tmp_path / "report_json", tmp_path / "latency.json")
+    assert result.exit_code == 0
+    assert "output tokens/s" in result.stdout
+
+
+def test_uniform_lengths_and_text(engine, tmp_path):
+    lengths = ("--input-min", 3, "--input-max", 9, "--output-min", 2, "--output-max", 4)
+    assert prepare(engine, tmp_path / "a", "token-unif-dist", "--num-requests", 30, *lengths).exit_code == 0
+    values = [json.loads(line) for line in (tmp_path / "a").read_text().splitlines()]
+    assert {len(value["input_ids"]) for value in values} == set(range(3, 10))
+    assert {value["output_tokens"] for value in values} == {2, 3, 4}
+    (tmp_path / "text").write_text("is read\n\nand rewritten\n")
+    assert prepare(engine, tmp_path / "b", "text", "--input", tmp_path / "text", "--output-tokens", 3).exit_code == 0
+    assert len((tmp_path / "b").read_text().splitlines()) == 2
+    (tmp_path / "options").write_text("temperature: 1.0\ntop_k: 5\n")
+    arguments = ("--sampler-options", tmp_path / "options", "--eos-id", 2)
+    result = bench("throughput", "--engine", engine, "--dataset", tmp_path / "b", *arguments)
+    assert result.exit_code == 0, result.stderr
+
+
+def test_bad_input(engine, tmp_path):
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "long").write_text('{"task_id": 1, "input_ids": [1], "output_tokens": 64}')
+    (tmp_path / "options").write_text("heat: 1")
+    data = tmp_path / "long"
+    for arguments, message in (
+        (("--dataset", tmp_path / "empty"), "holds no requests"),
+        (("--dataset", data), "max_seq_len is 64"),
+        (("--dataset", data, "--concurrency", 0), "concurrency must be positive"),
+        (("--dataset", data, "--max-batch-size", 9), "between 1 and the engine's max_batch_size 3"),
+        (("--dataset", data, "--sampler-options", tmp_path / "options"), "expected temperature"),
+    ):
+        result = bench("throughput", "--engine", engine, *arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert message in result.stderr
+    lengths = ("--input-min", 9, "--input-max", 3, "--output-min", 2, "--output-max", 4)
+    result = prepare(engine, tmp_path / "a", "token-unif-dist", "--num-requests", 3, *lengths)
+    assert "--input-min 9 is above --input-max 3" in result.stderr
+    assert not (tmp_path / "a").exists()
