@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -91,6 +92,7 @@ def make_checkpoint(model: str, directory: Path, shards: int) -> int:
     total = weight_bytes(read_config(config))["total"]
     write_random_checkpoint(config, directory, max_shard_bytes=total // shards)
     write_byte_tokenizer(directory, calibration_text(), 1000)
+    os.sync()  # or the first step would be timed while the kernel writes the checkpoint to the disk
     return max(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
