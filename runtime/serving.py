@@ -53,11 +53,19 @@ def free_bytes(device: torch.device | str) -> int:
     """Memory of `device` that nothing uses."""
     device = torch.device(device)
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("torch sees no CUDA device (`replayssm doctor` says why): use device cpu")
         return torch.cuda.mem_get_info(device)[0]
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise OSError("/proc/meminfo does not say how much memory is available: give the number of slots")
+
+
+def usable_bytes(engine: Engine, device: torch.device | str, fraction: float) -> int:
+    """Memory for state: this share of what is free on `device` beside the weights."""
+    weights = sum(tensor.nbytes for tensor in engine.weights.values())
+    return int(max(free_bytes(device) - weights, 0) * fraction)
 
 
 def slots_that_fit(engine: Engine, memory_bytes: int, wanted: int | None) -> int:

@@ -19,6 +19,7 @@ ENGINE = click.Path(exists=True, file_okay=False, path_type=Path)
 _COMMON = (
     click.option("--engine", "--engine-dir", required=True, type=ENGINE, help="Engine directory."),
     click.option("--dataset", required=True, type=FILE, help="JSON lines, as `bench prepare-dataset` writes them."),
+    click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"])),
     click.option("--num-requests", default=0, show_default=True, help="Requests of the data set to run; 0: all."),
     click.option("--warmup", default=2, show_default=True, help="Requests to run before, without measuring."),
     click.option("--max-num-tokens", type=int, help="Tokens of one step.  [default: 8192]"),
@@ -83,7 +84,7 @@ def _run(engine: Path, dataset: Path, report_json: Path | None, **options: Any) 
     from replayssm.runtime.bench_run import run_samples
     from replayssm.runtime.engine import Engine
     from replayssm.runtime.scheduler import Scheduler, SchedulerOptions
-    from replayssm.runtime.serving import free_bytes, make_drafter, slots_that_fit, with_max_seq_len
+    from replayssm.runtime.serving import make_drafter, slots_that_fit, usable_bytes, with_max_seq_len
     from replayssm.runtime.session import Session
 
     if options["concurrency"] == 0 or options["concurrency"] < -1:
@@ -91,9 +92,9 @@ def _run(engine: Path, dataset: Path, report_json: Path | None, **options: Any) 
     loaded = with_max_seq_len(Engine.load(engine), options["max_seq_len"])
     samples = read_dataset(dataset, _LazyTokenizer(loaded), options["num_requests"])
     params = _sampling(options["sampler_options"])
-    memory = int(free_bytes("cpu") * options["memory_fraction"])
+    memory = usable_bytes(loaded, options["device"], options["memory_fraction"])
     slots = slots_that_fit(loaded, memory, options["max_batch_size"])
-    session = Session(loaded, slots, prefill_chunk=options["prefill_chunk"])
+    session = Session(loaded, slots, options["device"], options["prefill_chunk"])
     drafter = make_drafter(options["draft"], session)
     scheduling = SchedulerOptions(
         options["max_num_tokens"], draft_len=options["draft_len"], adaptive_drafts=options["adaptive_drafts"]

@@ -16,6 +16,7 @@ MIB = 1 << 20
 @click.option("--checkpoint", type=DIRECTORY, help="Serve this checkpoint; its engine is built once and kept.")
 @click.option("--host", default="localhost", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
 @click.option("--served-model-name", help="Name that clients use.  [default: the model's]")
 @click.option("--max-batch-size", type=int, help="Sequences at the same time.  [default: what the memory holds]")
 @click.option("--max-num-tokens", type=int, help="Tokens of one step.  [default: 8192]")
@@ -80,10 +81,10 @@ def _loop(engine: Any, **options: Any) -> Any:
     import logging
 
     from replayssm.runtime.scheduler import SchedulerOptions
-    from replayssm.runtime.serving import free_bytes, make_loop, slot_bytes, slots_that_fit, with_max_seq_len
+    from replayssm.runtime.serving import make_loop, slot_bytes, slots_that_fit, usable_bytes, with_max_seq_len
 
     engine = with_max_seq_len(engine, options["max_seq_len"])
-    memory = int(free_bytes("cpu") * options["free_gpu_memory_fraction"])
+    memory = usable_bytes(engine, options["device"], options["free_gpu_memory_fraction"])
     slots = slots_that_fit(engine, memory, options["max_batch_size"])
     size, cache = slot_bytes(engine)
     logging.getLogger("replayssm.server").info(
@@ -99,7 +100,7 @@ def _loop(engine: Any, **options: Any) -> Any:
         draft_len=options["draft_len"],
         adaptive_drafts=options["adaptive_drafts"],
     )
-    return make_loop(engine, slots, scheduling, options["draft"], options["prefill_chunk"])
+    return make_loop(engine, slots, scheduling, options["draft"], options["prefill_chunk"], options["device"])
 
 
 def _server_options(engine: Any, **options: Any) -> Any:

@@ -14,6 +14,7 @@ from replayssm.runtime.serving import (
     make_loop,
     slot_bytes,
     slots_that_fit,
+    usable_bytes,
     with_max_seq_len,
 )
 from replayssm.runtime.session import Session
@@ -29,7 +30,7 @@ def test_slot_bytes_are_what_a_session_allocates(tiny_engine, layout):
     assert 3 * cache == kept
 
 
-def test_slots_that_fit(tiny_engine):
+def test_slots_that_fit(tiny_engine, monkeypatch):
     engine = tiny_engine("nano")
     size, _ = slot_bytes(engine)
     assert slots_that_fit(engine, 3 * size + 1, None) == 3
@@ -38,7 +39,10 @@ def test_slots_that_fit(tiny_engine):
     for memory, wanted in ((size - 1, None), (3 * size, 4)):
         with pytest.raises(ValueError, match="lower --max-batch-size or --max-seq-len"):
             slots_that_fit(engine, memory, wanted)
-    assert free_bytes("cpu") > 0
+    weights = sum(tensor.nbytes for tensor in engine.weights.values())
+    assert 0 < usable_bytes(engine, "cpu", 0.5) < free_bytes("cpu")
+    monkeypatch.setattr("replayssm.runtime.serving.free_bytes", lambda device: weights + 100)
+    assert usable_bytes(engine, "cpu", 0.5) == 50
 
 
 def test_shorter_sequences_take_less(tiny_engine):

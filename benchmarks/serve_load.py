@@ -1,0 +1,161 @@
+"""Load on a running server's process: many streaming clients, some of which leave, and every answer checked.
+
+    python benchmarks/serve_load.py --engine ENGINE [--clients 64] [--seconds 120]
+
+Starts `replayssm serve ENGINE` on a free loopback port. Each client asks greedy questions one after another; a third
+of the streams is closed half way, some calls are not streamed. An answer must equal the one that the same server gave
+before the load, when it was idle; build the engine with --dtype float64, where batching does not move near ties. At
+the end nothing may wait or run, all slots are free, and the memory of the process is reported over time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from examples import tasks  # noqa: E402
+
+COMMAND = [sys.executable, "-c", "from replayssm.scripts.cli import main; main()", "serve"]
+START_S = 60.0
+
+
+class Server:
+    """The process under load."""
+
+    def __init__(self, engine: Path, arguments: list[str], log: Path) -> None:
+        command = [*COMMAND, str(engine), "--port", "0", "--log-format", "json", *arguments]
+        with log.open("w") as file:
+            self.process = subprocess.Popen(command, stderr=file)
+        deadline = time.monotonic() + START_S
+        while not (found := re.search(r"http://[\w.]+:\d+", log.read_text())):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                raise RuntimeError(log.read_text())
+            time.sleep(0.1)
+        self.url = found[0]
+
+    def resident_bytes(self) -> int:
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def metrics(self) -> dict[str, float]:
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+
+
+def body(question: str, stream: bool, max_tokens: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}]
+    return {"messages": messages, "temperature": 0, "max_tokens": max_tokens, "stream": stream}
+
+
+async def ask(client: httpx.AsyncClient, url: str, question: str, max_tokens: int, leave_after: int | None) -> str:
+    """The streamed answer, or its first `leave_after` pieces."""
+    text, pieces = "", 0
+    async with client.stream("POST", f"{url}/v1/chat/completions", json=body(question, True, max_tokens)) as answer:
+        if answer.status_code != 200:
+            return f"status {answer.status_code}"
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            value = json.loads(line[6:])
+            text += value["choices"][0]["delta"].get("content") or ""
+            pieces += 1
+            if pieces == leave_after:
+                break
+    return text
+
+
+async def one_client(
+    number: int, url: str, answers: dict[str, str], max_tokens: int, until: float, counts: Counter
+) -> None:
+    choose = random.Random(number)
+    async with httpx.AsyncClient(timeout=httpx.Timeout(120.0)) as client:
+        while time.monotonic() < until:
+            question = choose.choice(list(answers))
+            kind = choose.choice(("whole", "stream", "stream", "leaves"))
+            if kind == "whole":
+                answer = await client.post(f"{url}/v1/chat/completions", json=body(question, False, max_tokens))
+                text = answer.json()["choices"][0]["message"]["content"] if answer.status_code == 200 else None
+                right = text == answers[question]
+            else:
+                leave_after = choose.randrange(1, 30) if kind == "leaves" else None
+                text = await ask(client, url, question, max_tokens, leave_after)
+                right = answers[question].startswith(text) if leave_after else text == answers[question]
+            counts[f"{kind} {'right' if right else 'wrong'}"] += 1
+
+
+async def load(server: Server, clients: int, seconds: float, max_tokens: int) -> dict[str, Any]:
+    questions = [tasks.generate("easy", "test", seed).question for seed in range(24)]
+    async with httpx.AsyncClient(timeout=120.0) as client:
+        answers = {question: await ask(client, server.url, question, max_tokens, None) for question in questions}
+    counts: Counter = Counter()
+    started = time.monotonic()
+    memory = [server.resident_bytes()]
+    running = asyncio.gather(
+        *(one_client(i, server.url, answers, max_tokens, started + seconds, counts) for i in range(clients))
+    )
+    while not running.done():
+        await asyncio.wait([running], timeout=max(seconds / 12, 1.0))
+        memory.append(server.resident_bytes())
+    running.result()
+    await asyncio.sleep(1.0)
+    metrics = server.metrics()
+    duration = time.monotonic() - started
+    return {
+        "clients": clients,
+        "seconds": round(duration, 1),
+        "calls": dict(sorted(counts.items())),
+        "generated_tokens_per_s": round(metrics["replayssm_generated_tokens_total"] / duration, 1),
+        "preemptions": metrics["replayssm_preemptions_total"],
+        "waiting": metrics["replayssm_waiting"],
+        "running": metrics["replayssm_running"],
+        "free_slots": metrics["replayssm_free_slots"],
+        "slots": metrics["replayssm_slots"],
+        "failed_steps": metrics["replayssm_failed_steps_total"],
+        "resident_mib": [round(value / 2**20) for value in memory],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", type=Path, required=True)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("serve", nargs="*", help="further options of `replayssm serve`, behind --")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(options.engine, options.serve, Path(folder) / "log")
+        try:
+            result = asyncio.run(load(server, options.clients, options.seconds, options.max_tokens))
+        finally:
+            server.stop()
+    print(json.dumps(result, indent=2))
+    clean = result["waiting"] == result["running"] == 0 and result["free_slots"] == result["slots"]
+    if not clean or any(kind.endswith("wrong") for kind in result["calls"]):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
