@@ -12,13 +12,14 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException
 from fastapi import Request as HttpRequest
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,6 +37,9 @@ logger = logging.getLogger("replayssm.server")
 CLIENT_CLOSED_REQUEST = 499
 """Status that only the log sees: the client did not wait for the answer."""
 SHUTDOWN_RETRY_S = 5
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+MAX_STATS_LINES = 256
+PAGE = Path(__file__).with_name("dashboard.html")
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,40 @@ class Server:
                 status, message, error_type = FAILURES[request.finish_reason]
                 return JSONResponse(error_body(request.error or message, error_type), status)
         return JSONResponse(answers.whole(requests, updates))
+
+    def stats(self) -> dict[str, Any]:
+        """Counts, levels and a line per request, for the page at /. Called in the engine's thread."""
+        scheduler, settings = self.loop.scheduler, self.session.settings
+        now = time.perf_counter()
+
+        def line(request: Request, place: str) -> dict[str, Any]:
+            history = self.session.history_len(request.slot) if place == "slot" else None
+            return {
+                "number": request.number,
+                "state": place if place != "slot" else "prompt" if request.plan else "decode",
+                "slot": request.slot if place == "slot" else None,
+                "prompt_tokens": len(request.prompt),
+                "done_tokens": request.fed,
+                "generated": request.generated_count,
+                "max_tokens": request.max_tokens,
+                "acceptance_length": request.acceptance_length,
+                "ring": history,
+                "age_s": now - request.submitted,
+            }
+
+        waiting = list(scheduler.waiting)[:MAX_STATS_LINES]
+        return {
+            "time": now,
+            "model": self.options.model,
+            "buffer_len": settings.buffer_len,
+            "draft_len": scheduler.draft_len,
+            "max_seq_len": settings.max_seq_len,
+            **scheduler.report(),
+            "requests": [
+                *(line(request, "slot") for request in scheduler.running[:MAX_STATS_LINES]),
+                *(line(request, "swapped" if request.swapped else "queue") for request in waiting),
+            ],
+        }
 
     def _requests(
         self, body: GenerationBody, prompts: Sequence[Sequence[int]], max_tokens: int | None, top: int | None
@@ -274,6 +312,14 @@ def create_app(loop: EngineLoop, options: ServerOptions) -> FastAPI:
     async def models() -> dict[str, Any]:
         entry = {"id": options.model, "object": "model", "created": server.started, "owned_by": "replayssm"}
         return {"object": "list", "data": [{**entry, "max_model_len": server.session.settings.max_seq_len}]}
+
+    @app.get("/stats", dependencies=protected)
+    async def stats() -> dict[str, Any]:
+        return await run_in_threadpool(loop.ask, server.stats)
+
+    @app.get("/")
+    async def page() -> Response:
+        return FileResponse(PAGE, headers={"Content-Security-Policy": PAGE_POLICY})
 
     @app.get("/health")
     async def health() -> Response:

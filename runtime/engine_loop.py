@@ -6,6 +6,9 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
 
 from replayssm.runtime.requests import Request
 from replayssm.runtime.scheduler import Scheduler
@@ -53,6 +56,24 @@ class EngineLoop:
     def cancel(self, requests: Sequence[Request]) -> None:
         """End requests; those that have ended already stay as they were. Returns before it has happened."""
         self._do(lambda: [self.scheduler.cancel(request) for request in requests])
+
+    def ask(self, question: Callable[[], Any], timeout_s: float = 5.0) -> Any:
+        """The answer of `question`, called in the engine's thread between two steps. Raises NotServingError."""
+        answer: Future[Any] = Future()
+
+        def task() -> None:
+            try:
+                answer.set_result(question())
+            except Exception as error:
+                answer.set_exception(error)
+
+        if not self.is_serving:
+            raise NotServingError("the server is shutting down")
+        self._do(task)
+        try:
+            return answer.result(timeout_s)
+        except FutureTimeoutError as error:
+            raise NotServingError(f"the engine did not answer within {timeout_s:.0f} s") from error
 
     def stop(self, drain_s: float = 0.0) -> None:
         """Take no more requests, give those here `drain_s` seconds to finish, cancel the rest and end the thread."""

@@ -17,7 +17,7 @@ except ModuleNotFoundError:  # Python 3.10
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE_FOLDERS = ("plugins", "builders", "runtime", "scripts", "integrations")
-DATA_SUFFIXES = (".cu", ".cuh", ".json", ".txt")
+DATA_SUFFIXES = (".cu", ".cuh", ".html", ".json", ".txt")
 
 
 def expected_files() -> set[str]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import random
+import re
+import shutil
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -25,6 +28,7 @@ from replayssm.runtime.serving import make_loop
 from replayssm.runtime.session import Session
 
 WAIT_S = 30
+CHROMIUM = shutil.which("chromium")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if flag %}!{% endif %}assistant:"
 PROMPTS = ["The state of a sequence", "is read for every token", "and rewritten when its ring is full", "0123456789"]
 
@@ -253,6 +257,45 @@ def test_models_health_metrics(server, client):
     assert float(values['replayssm_requests_total{reason="length"}']) >= 1
     assert float(values["replayssm_time_to_first_token_seconds_count"]) >= 1
     assert float(values["replayssm_generated_tokens_total"]) >= 3
+
+
+def test_stats_and_page(server, client):
+    stream = client.completions.create(
+        model="tiny", prompt=[1, 2, 3], max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stats = httpx.get(f"{server.url}/stats").json()
+    (line,) = stats["requests"]
+    assert (line["state"], line["prompt_tokens"], line["max_tokens"]) == ("decode", 3, 300)
+    assert 0 <= line["ring"] <= stats["buffer_len"] + stats["draft_len"]
+    assert line["done_tokens"] == 3 + line["generated"] - 1
+    stream.close()
+    server.until_idle()
+    assert httpx.get(f"{server.url}/stats").json()["requests"] == []
+    page = httpx.get(server.url)
+    assert page.headers["Content-Type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+    assert not re.findall(r"(?:src|href)=|https?://", page.text), "the page must need nothing else"
+    used = set(re.findall(r"\b(?:now|last)\.(\w+)", page.text)) | set(re.findall(r"\brequest\.(\w+)", page.text))
+    assert used <= set(stats) | set(line)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+def test_page_in_a_browser(server, tmp_path):
+    """The page's own requests fill it: headless, one virtual second."""
+    options = (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path}",
+        "--virtual-time-budget=1500",
+    )
+    result = subprocess.run(
+        [CHROMIUM, *options, "--dump-dom", f"{server.url}/"], capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
+    assert '<span id="model">tiny</span>' in result.stdout
+    assert re.search(r'id="status"[^>]*>live<', result.stdout)
+    assert '<div class="value" id="batch">0 / 2</div>' in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,18 @@ def test_cancel(make_loop):
     assert ended.get(timeout=WAIT_S) == "length"
 
 
+def test_questions_are_answered_between_steps(make_loop):
+    loop = make_loop()
+    assert loop.ask(threading.current_thread) is loop._thread
+    with pytest.raises(ZeroDivisionError):
+        loop.ask(lambda: 1 / 0)
+    with pytest.raises(NotServingError, match="did not answer"):
+        loop.ask(lambda: time.sleep(0.1), timeout_s=0.01)
+    loop.stop()
+    with pytest.raises(NotServingError, match="shutting down"):
+        loop.ask(lambda: 1)
+
+
 def test_a_failed_step_ends_its_requests_only(make_loop):
     loop = make_loop(slots=1)
     step, failures = loop.scheduler.session.step, [RuntimeError("invalid row")]
