@@ -161,7 +161,7 @@ def _decoding(records: Sequence[Record], draft: str, draft_len: int) -> dict[str
     drafted = [draft_len * record.iterations for record in records]
     accepted = [record.output_tokens - record.iterations for record in records]
     return {
-        "mode": {"mtp": "MTP", "ngram": "NGRAM"}[draft],
+        "mode": {"mtp": "MTP", "ngram": "NGRAM", "engine": "DRAFT_TARGET"}[draft],
         "num_draft_tokens_percentiles": percentiles(drafted),
         "num_accepted_draft_tokens_percentiles": percentiles(accepted),
         "draft_acceptance_rate_percentiles": percentiles(a / d for a, d in zip(accepted, drafted, strict=True)),

@@ -8,21 +8,26 @@ from pathlib import Path
 import torch
 
 from replayssm.plugins.contract import state_parts
+from replayssm.runtime.draft_engine import EngineDrafter
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.engine_loop import EngineLoop
 from replayssm.runtime.scheduler import Scheduler, SchedulerOptions
 from replayssm.runtime.session import PREFILL_CHUNK, Session
 from replayssm.runtime.speculation import Drafter, MtpDrafter, NgramDrafter
 
-DRAFTERS = ("none", "ngram", "mtp")
+DRAFTERS = ("none", "ngram", "mtp", "engine")
 
 
-def make_drafter(name: str, session: Session) -> Drafter | None:
-    """The drafter called `name`, one of DRAFTERS."""
+def make_drafter(name: str, session: Session, draft_engine: Engine | None = None) -> Drafter | None:
+    """The drafter called `name`, one of DRAFTERS; "engine" goes with a draft engine."""
     if name not in DRAFTERS:
         raise ValueError(f"drafts must be one of {', '.join(DRAFTERS)}, got {name!r}")
+    if (name == "engine") != (draft_engine is not None):
+        raise ValueError("--draft engine and --draft-engine DIR go together")
     if name == "none":
         return None
+    if draft_engine is not None:
+        return EngineDrafter(draft_engine, session, session.device)
     return NgramDrafter() if name == "ngram" else MtpDrafter(session)
 
 
@@ -92,9 +97,10 @@ def make_loop(
     draft: str = "none",
     prefill_chunk: int = PREFILL_CHUNK,
     device: torch.device | str = "cpu",
+    draft_engine: Engine | None = None,
 ) -> EngineLoop:
     """A loop, not started yet, over a new session that is warm."""
     session = Session(engine, slots, device, prefill_chunk)
-    scheduler = Scheduler(session, make_drafter(draft, session), options)
+    scheduler = Scheduler(session, make_drafter(draft, session, draft_engine), options)
     session.warm_up()
     return EngineLoop(scheduler)

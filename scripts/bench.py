@@ -26,7 +26,8 @@ _COMMON = (
     click.option("--max-seq-len", type=int, help="Prompt and output of a sequence.  [default: the engine's]"),
     click.option("--prefill-chunk", default=256, show_default=True, help="Prompt tokens of a request in one step."),
     click.option("--eos-id", default=-1, show_default=True, help="Token that ends an output; -1: none does."),
-    click.option("--draft", default="none", show_default=True, type=click.Choice(["none", "ngram", "mtp"])),
+    click.option("--draft", default="none", show_default=True, type=click.Choice(["none", "ngram", "mtp", "engine"])),
+    click.option("--draft-engine", type=ENGINE, help="Engine of a smaller model, for --draft engine."),
     click.option("--draft-len", type=int, help="Draft tokens per call.  [default: the engine's max_draft_len]"),
     click.option("--adaptive-drafts", is_flag=True, help="Draft less for a request whose drafts fall."),
     click.option("--sampler-options", type=FILE, help="YAML or JSON with temperature, top_k, top_p, min_p, seed."),
@@ -95,7 +96,8 @@ def _run(engine: Path, dataset: Path, report_json: Path | None, **options: Any) 
     memory = usable_bytes(loaded, options["device"], options["memory_fraction"])
     slots = slots_that_fit(loaded, memory, options["max_batch_size"])
     session = Session(loaded, slots, options["device"], options["prefill_chunk"])
-    drafter = make_drafter(options["draft"], session)
+    directory = options["draft_engine"]
+    drafter = make_drafter(options["draft"], session, None if directory is None else Engine.load(directory))
     scheduling = SchedulerOptions(
         options["max_num_tokens"], draft_len=options["draft_len"], adaptive_drafts=options["adaptive_drafts"]
     )

@@ -38,10 +38,15 @@ import click
 @click.option("--ignore-eos", is_flag=True, help="Go on behind the model's end token.")
 @click.option(
     "--draft",
-    type=click.Choice(["none", "ngram", "mtp"]),
+    type=click.Choice(["none", "ngram", "mtp", "engine"]),
     default="none",
     show_default=True,
-    help="Speculation: drafts from the text so far, or from the checkpoint's draft head.",
+    help="Speculation: drafts from the text so far, the checkpoint's draft head, or a smaller model.",
+)
+@click.option(
+    "--draft-engine",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Engine of a smaller model, for --draft engine.",
 )
 @click.option("--draft-len", type=int, help="Draft tokens per call.  [default: the engine's max_draft_len]")
 @click.option(
@@ -61,6 +66,7 @@ def generate(
     chat: bool,
     max_new_tokens: int,
     draft: str,
+    draft_engine: Path | None,
     draft_len: int | None,
     stop: tuple[str, ...],
     ignore_eos: bool,
@@ -77,7 +83,7 @@ def generate(
     if stream and (as_json or len(texts) > 1):
         raise click.UsageError("--stream goes with one prompt and without --json")
     if draft_len is not None and draft == "none":
-        raise click.UsageError("--draft-len needs --draft ngram or --draft mtp")
+        raise click.UsageError("--draft-len needs --draft ngram, mtp or engine")
     from replayssm.runtime.engine import Engine
     from replayssm.runtime.generation import generate as generate_tokens
     from replayssm.runtime.sampling import SamplingParams
@@ -96,7 +102,7 @@ def generate(
         token_ids,
         max_new_tokens,
         params,
-        make_drafter(draft, session),
+        make_drafter(draft, session, None if draft_engine is None else Engine.load(draft_engine)),
         draft_len,
         eos_token_ids=() if ignore_eos else loaded.end_token_ids,
         stop=stop,

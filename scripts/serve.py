@@ -29,7 +29,8 @@ MIB = 1 << 20
     type=click.FloatRange(0, 1, min_open=True),
     help="Share of the free memory that state and attention cache may take.",
 )
-@click.option("--draft", default="none", show_default=True, type=click.Choice(["none", "ngram", "mtp"]))
+@click.option("--draft", default="none", show_default=True, type=click.Choice(["none", "ngram", "mtp", "engine"]))
+@click.option("--draft-engine", type=DIRECTORY, help="Engine of a smaller model, for --draft engine.")
 @click.option("--draft-len", type=int, help="Draft tokens per call.  [default: the engine's max_draft_len]")
 @click.option("--adaptive-drafts", is_flag=True, help="Draft less for a request whose drafts fall.")
 @click.option("--prefill-chunk", default=256, show_default=True, help="Prompt tokens of a request in one step.")
@@ -100,7 +101,11 @@ def _loop(engine: Any, **options: Any) -> Any:
         draft_len=options["draft_len"],
         adaptive_drafts=options["adaptive_drafts"],
     )
-    return make_loop(engine, slots, scheduling, options["draft"], options["prefill_chunk"], options["device"])
+    directory = options["draft_engine"]
+    draft_engine = None if directory is None else type(engine).load(directory)
+    return make_loop(
+        engine, slots, scheduling, options["draft"], options["prefill_chunk"], options["device"], draft_engine
+    )
 
 
 def _server_options(engine: Any, **options: Any) -> Any:

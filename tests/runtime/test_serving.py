@@ -63,7 +63,7 @@ def test_shorter_sequences_take_less(tiny_engine):
 def test_drafters(tiny_engine):
     session = Session(tiny_engine("nano"), slots=1)
     assert make_drafter("none", session) is None
-    with pytest.raises(ValueError, match="one of none, ngram, mtp, got 'oracle'"):
+    with pytest.raises(ValueError, match="one of none, ngram, mtp, engine, got 'oracle'"):
         make_drafter("oracle", session)
 
 

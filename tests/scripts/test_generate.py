@@ -48,10 +48,11 @@ def test_text_and_summary(engine):
     assert "tokens/s" in result.stderr
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram", "mtp"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "mtp", "engine"])
 def test_json(engine, draft):
     plain = expected(engine, PROMPT, 20)
-    result = generate(engine, "--prompt", PROMPT, "--max_new_tokens", 20, "--draft", draft, "--json")
+    more = ("--draft-engine", engine) if draft == "engine" else ()
+    result = generate(engine, "--prompt", PROMPT, "--max_new_tokens", 20, "--draft", draft, *more, "--json")
     assert result.exit_code == 0
     value = json.loads(result.stdout)
     assert list(value) == [
@@ -167,6 +168,7 @@ def test_damaged_engine(engine, tmp_path, damage, arguments, message):
         (("--prompt", "a", "--temperature", -1), "temperature must be"),
         (("--prompt", "a", "--draft", "ngram", "--draft-len", 9), "draft_len must be between 1"),
         (("--prompt", "a", "--draft-len", 2), "--draft-len needs --draft"),
+        (("--prompt", "a", "--draft", "engine"), "--draft engine and --draft-engine DIR go together"),
         (("--prompt", "a", "--prompt", "b", "--stream"), "--stream goes with one prompt"),
         (("--prompt-file", "/nowhere"), "does not exist"),
         (("--prompt", "a", "--draft", "oracle"), "'oracle' is not one of"),
