@@ -45,7 +45,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, valid, rule in (
             ("temperature", 0.0 <= self.temperature < float("inf"), "a finite number >= 0"),
-            ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "an integer >= 0 (0 keeps all)"),
+            ("top_k", isinstance(self.top_k, int) and 0 <= self.top_k < 2**31, "an integer in [0, 2^31) (0 keeps all)"),
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
             ("seed", isinstance(self.seed, int) and 0 <= self.seed < 2**64, "an integer in [0, 2^64)"),

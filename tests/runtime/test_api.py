@@ -303,6 +303,7 @@ def test_page_in_a_browser(server, tmp_path):
     [
         ({"prompt": "a", "model": "other"}, 404, "has the model 'tiny', not 'other'"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
+        ({"prompt": "a", "top_k": 2**64}, 400, "top_k must be an integer in"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
         ({"prompt": "a", "colour": 1}, 400, "colour: Extra inputs are not permitted"),
         ({"prompt": "a", "logit_bias": {"1": 2}}, 400, "logit_bias is not supported"),

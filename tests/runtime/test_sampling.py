@@ -186,6 +186,7 @@ def test_draw_at_the_edges():
         {"temperature": float("inf")},
         {"top_k": -1},
         {"top_k": 1.5},
+        {"top_k": 2**31},
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"min_p": -0.1},
