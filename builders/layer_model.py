@@ -69,8 +69,14 @@ class LayerModels:
                 # transformers clamps dt at the initialisation's time_step_min; the models were trained without.
                 mixer.time_step_limit = (0.0, math.inf)
                 mixer.chunk_size = _MAMBA2_CHUNK
-            yield model
-            del model, tensor
+            del tensor
+            try:
+                yield model
+            finally:
+                # Modules may refer to each other in circles and outlive this; their weights must not.
+                for module in model.modules():
+                    module._parameters.clear()
+                    module._buffers.clear()
         self.checkpoint.release()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
