@@ -79,8 +79,8 @@ def assess_targets(packages: dict[str, str | None], gpus: tuple[Gpu, ...], drive
     return {
         "torch": _assess_torch(packages, gpus, driver),
         "tensorrt": _assess_tensorrt(packages, gpus),
-        "tensorrt-rtx": _not_yet(packages["tensorrt-rtx"], "TensorRT-RTX", "tensorrt-rtx"),
-        "tensorrt-llm": _not_yet(packages["tensorrt-llm"], "TensorRT-LLM", None),
+        "tensorrt-rtx": _not_yet(packages["tensorrt-rtx"], "TensorRT-RTX"),
+        "tensorrt-llm": _not_yet(packages["tensorrt-llm"], "TensorRT-LLM"),
     }
 
 
@@ -101,7 +101,7 @@ def _assess_torch(packages: dict[str, str | None], gpus: tuple[Gpu, ...], driver
 def assess_quantization(packages: dict[str, str | None]) -> Status:
     version = packages["nvidia-modelopt"]
     if version is None:
-        return Status(False, "modelopt is not installed", "pip install 'replayssm-trt[quantize]'")
+        return Status(False, "modelopt is not installed", "pip install '.[quantize]' in the project's folder")
     return Status(True, f"modelopt {version}")
 
 
@@ -109,17 +109,15 @@ def _assess_tensorrt(packages: dict[str, str | None], gpus: tuple[Gpu, ...]) -> 
     version = packages["tensorrt"]
     if version is not None and _version_tuple(version) < OLDEST_TENSORRT:
         oldest = ".".join(map(str, OLDEST_TENSORRT))
-        return Status(False, f"TensorRT {version} is older than {oldest}", "pip install 'replayssm-trt[tensorrt]'")
-    return _not_yet(version, "TensorRT", "tensorrt")
+        return Status(
+            False, f"TensorRT {version} is older than {oldest}", "pip install '.[tensorrt]' in the project's folder"
+        )
+    return _not_yet(version, "TensorRT")
 
 
-def _not_yet(version: str | None, name: str, extra: str | None) -> Status:
-    found = f"{name} {version} is installed" if version else f"{name} is not installed"
-    return Status(
-        False,
-        f"{found}; this version of replayssm builds only the torch target",
-        f"pip install 'replayssm-trt[{extra}]'" if extra and not version else "",
-    )
+def _not_yet(version: str | None, name: str) -> Status:
+    found = f"{name} {version} is installed, but" if version else f"{name} is not installed, and"
+    return Status(False, f"{found} this version builds only the torch target", "nothing: it follows in a later version")
 
 
 def _first_version(distributions: tuple[str, ...]) -> str | None:

@@ -34,7 +34,7 @@ def test_missing_torch_is_reported() -> None:
 
 
 def test_missing_modelopt_names_the_extra() -> None:
-    assert assess_quantization(NOTHING).next_step == "pip install 'replayssm-trt[quantize]'"
+    assert assess_quantization(NOTHING).next_step == "pip install '.[quantize]' in the project's folder"
     assert assess_quantization(NOTHING | {"nvidia-modelopt": "0.47.0"}).works
 
 
