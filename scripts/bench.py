@@ -281,4 +281,4 @@ def compare(first: Path, second: Path, plot_file: Path | None) -> None:
         try:
             bench_compare.plot(lines, (first.stem, second.stem), plot_file)
         except ModuleNotFoundError as error:
-            raise ValueError(f"--plot needs {error.name}: pip install 'replayssm-trt[bench]'") from error
+            raise ValueError(f"--plot needs {error.name}: pip install '.[bench]' in the project's folder") from error

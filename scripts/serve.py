@@ -61,7 +61,9 @@ def serve(engine: Path | None, checkpoint: Path | None, log_level: str, log_form
 
         from replayssm.runtime.api import create_app
     except ModuleNotFoundError as error:
-        raise ValueError(f"serving needs the package {error.name!r}: pip install 'replayssm-trt[serve]'") from error
+        raise ValueError(
+            f"serving needs the package {error.name!r}: pip install '.[serve]' in the project's folder"
+        ) from error
     from replayssm.runtime import logs
     from replayssm.runtime.engine import Engine
 
