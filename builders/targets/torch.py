@@ -34,8 +34,24 @@ def write(
     plan: how each weight is obtained; read: canonical checkpoint name -> tensor.
     progress: called with the bytes just written and the weight's name.
     """
+    write_networks(directory, networks)
+    write_weights(directory, plan, read, progress, shard_bytes)
+
+
+def write_networks(directory: Path, networks: Mapping[str, Network]) -> None:
+    """Write NETWORKS_FILE, which every target has."""
     content = json.dumps({name: network.to_json() for name, network in networks.items()}, separators=(",", ":"))
     (directory / NETWORKS_FILE).write_text(content, encoding="utf-8")
+
+
+def write_weights(
+    directory: Path,
+    plan: Mapping[str, WeightRecipe],
+    read: Callable[[str], torch.Tensor],
+    progress: Callable[[int, str], None] = lambda nbytes, name: None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the weights of `plan` as safetensors shards below WEIGHTS_FOLDER."""
     folder = directory / WEIGHTS_FOLDER
     folder.mkdir()
     shards = plan_shards(((name, recipe.nbytes) for name, recipe in plan.items()), shard_bytes, stem="weights")
