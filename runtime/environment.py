@@ -19,7 +19,7 @@ PACKAGES = {
     "nvidia-cuda-nvrtc": ("nvidia-cuda-nvrtc",),
     "cuda-bindings": ("cuda-bindings",),
     "tensorrt": ("tensorrt-cu13", "tensorrt-cu12", "tensorrt"),
-    "tensorrt-rtx": ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx"),
+    "tensorrt-rtx": ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx", "tensorrt-rtx-cu13-bindings"),
     "tensorrt-llm": ("tensorrt-llm",),
 }
 """Packages that matter, each with the distributions that provide it."""
@@ -79,7 +79,7 @@ def assess_targets(packages: dict[str, str | None], gpus: tuple[Gpu, ...], drive
     return {
         "torch": _assess_torch(packages, gpus, driver),
         "tensorrt": _assess_tensorrt(packages, gpus),
-        "tensorrt-rtx": _not_yet(packages["tensorrt-rtx"], "TensorRT-RTX", "tensorrt-rtx"),
+        "tensorrt-rtx": _assess_tensorrt_rtx(packages["tensorrt-rtx"]),
         "tensorrt-llm": _not_yet(packages["tensorrt-llm"], "TensorRT-LLM", None),
     }
 
@@ -113,11 +113,17 @@ def _assess_tensorrt(packages: dict[str, str | None], gpus: tuple[Gpu, ...]) -> 
     return _not_yet(version, "TensorRT", "tensorrt")
 
 
+def _assess_tensorrt_rtx(version: str | None) -> Status:
+    if version is None:
+        return Status(False, "TensorRT-RTX is not installed", "pip install 'replayssm-trt[tensorrt-rtx]'")
+    return Status(False, f"TensorRT-RTX {version} compiles plans; this version of replayssm does not run them yet")
+
+
 def _not_yet(version: str | None, name: str, extra: str | None) -> Status:
     found = f"{name} {version} is installed" if version else f"{name} is not installed"
     return Status(
         False,
-        f"{found}; this version of replayssm builds only the torch target",
+        f"{found}; this version of replayssm does not build this target yet",
         f"pip install 'replayssm-trt[{extra}]'" if extra and not version else "",
     )
 

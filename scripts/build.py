@@ -32,9 +32,7 @@ from replayssm.plugins.contract import ACTIVATION_DTYPES, READOUT_DTYPES, STATE_
     help="What will run the engine.",
 )
 @click.option("--max-batch-size", default=8, show_default=True, help="Sequences at the same time.")
-@click.option(
-    "--max-seq-len", type=int, help="Prompt and output of a sequence.  [default: the model's, up to 4096]"
-)
+@click.option("--max-seq-len", type=int, help="Prompt and output of a sequence.  [default: the model's, up to 4096]")
 @click.option("--max-draft-len", default=0, show_default=True, help="Draft tokens that one call can verify.")
 @click.option(
     "--buffer-len",

@@ -53,8 +53,9 @@ def write_rtx(
     torch_target.write_networks(directory, networks)
     (directory / PLANS_FOLDER).mkdir()
     described, stateful = {}, {}
+    report = _once_per_weight(plan, progress)
     for network in networks.values():
-        described[network.name] = _write_plans(directory, module, network, plan, read, progress, phases, replay)
+        described[network.name] = _write_plans(directory, module, network, plan, read, report, phases, replay)
         for node in network.nodes:
             if node.state is not None:
                 stateful |= {name: plan[name] for name in node.inputs if name in network.weights}
@@ -93,7 +94,7 @@ def _write_plans(
     network: Network,
     plan: Mapping[str, WeightRecipe],
     read: Read,
-    progress: Progress,
+    report: Callable[[set[str], str], None],
     phases: list[Profile],
     replay: ReplaySettings,
 ) -> list[dict]:
@@ -114,9 +115,18 @@ def _write_plans(
         )
         (directory / file).write_bytes(layers.compile(phases))
         steps.append({"kind": "plan", "file": file, **described})
-        used = {name for node in network.nodes[step.start : step.stop] for name in node.inputs} & network.weights.keys()
-        progress(sum(plan[weight].nbytes for weight in used), name)
+        report({name for node in network.nodes[step.start : step.stop] for name in node.inputs}, name)
     return steps
+
+
+def _once_per_weight(plan: Mapping[str, WeightRecipe], progress: Progress) -> Callable[[set[str], str], None]:
+    """Progress of plans in bytes of weights that no earlier plan held."""
+    left = dict(plan)
+
+    def report(names: set[str], plan_name: str) -> None:
+        progress(sum(left.pop(name).nbytes for name in names & left.keys()), plan_name)
+
+    return report
 
 
 def emit_segment(layers: Layers, network: Network, segment: Segment, read: Read, replay: ReplaySettings) -> Layers:

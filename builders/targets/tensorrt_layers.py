@@ -294,7 +294,7 @@ class Layers:
         output = layer.get_output(0)
         try:
             len(output.shape)
-        except ValueError:
+        except (ValueError, RuntimeError):
             raise self._refused(what) from None
         return output
 

@@ -39,13 +39,20 @@ def test_missing_modelopt_names_the_extra() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "word"), [("10.9.0.34", "older than 10.15"), ("11.4.0.106", "only the torch target")]
+    ("version", "word"), [("10.9.0.34", "older than 10.15"), ("11.4.0.106", "does not build this target yet")]
 )
 def test_tensorrt_versions_are_compared_as_numbers(version: str, word: str) -> None:
     """10.9 is older than 10.15, though not as text."""
     status = assess_targets(NOTHING | {"tensorrt": version}, H200, "580.1.2")["tensorrt"]
     assert not status.works
     assert word in status.detail
+
+
+def test_tensorrt_rtx_compiles_but_does_not_run() -> None:
+    assert assess_targets(NOTHING, (), None)["tensorrt-rtx"].next_step == "pip install 'replayssm-trt[tensorrt-rtx]'"
+    status = assess_targets(NOTHING | {"tensorrt-rtx": "1.7.1.116"}, (), None)["tensorrt-rtx"]
+    assert not status.works
+    assert "compiles plans" in status.detail
 
 
 def test_driver_version_is_read_from_the_kernel_file(tmp_path, monkeypatch) -> None:

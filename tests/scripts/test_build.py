@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
+import sys
+
 from click.testing import CliRunner
 
 from replayssm.plugins.manifest import read_manifest
@@ -57,14 +58,21 @@ def test_useless_settings_are_warned_about(tiny_checkpoint, tmp_path):
     assert "warning: buffer_len 4 is shorter than max_window 8" in result.stderr
 
 
-@pytest.mark.parametrize("target", ["tensorrt", "tensorrt-rtx"])
-def test_targets_of_later_versions(tiny_checkpoint, tmp_path, target):
-    result = build("--checkpoint", tiny_checkpoint("nano"), "--output", tmp_path / "engine", "--target", target)
+def test_target_of_a_later_version(tiny_checkpoint, tmp_path):
+    result = build("--checkpoint", tiny_checkpoint("nano"), "--output", tmp_path / "engine", "--target", "tensorrt")
     assert result.exit_code == 2
-    assert (
-        result.stderr
-        == f"error: this version builds only the torch target, {target} follows later: use --target torch\n"
-    )
+    expected = "this version does not build the target tensorrt yet: use --target torch or tensorrt-rtx"
+    assert result.stderr == f"error: {expected}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_package_of_a_target(tiny_checkpoint, tmp_path, monkeypatch):
+    for name in ("tensorrt_rtx", "tensorrt_rtx_bindings"):
+        monkeypatch.setitem(sys.modules, name, None)
+    result = build("--checkpoint", tiny_checkpoint("nano"), "--output", tmp_path / "engine", "--target", "tensorrt-rtx")
+    assert result.exit_code == 2
+    expected = "the tensorrt-rtx target needs the package tensorrt-rtx, which is not installed"
+    assert result.stderr == f"error: {expected}: pip install 'replayssm-trt[tensorrt-rtx]'\n"
     assert list(tmp_path.iterdir()) == []
 
 
