@@ -33,8 +33,11 @@ from replayssm.plugins.network import Network
 from replayssm.plugins.reference.layout import require_supported
 from replayssm.plugins.state import allocate_state
 
-TARGETS = ("torch", "tensorrt-rtx")
-PLANNED_TARGETS = ("tensorrt",)
+TARGETS = {
+    "torch": torch_target.write_target,
+    "tensorrt": tensorrt_target.write_tensorrt,
+    "tensorrt-rtx": tensorrt_target.write_rtx,
+}
 DEFAULT_MAX_SEQ_LEN = 4096
 
 COPIED_FILES = (
@@ -135,11 +138,9 @@ def build_engine(
         total = sum(recipe.nbytes for recipe in plan.values())
         _check_space(directory, total)
         _copy_files(Path(checkpoint), directory)
-        write = (directory, networks, plan, opened.tensor, _cumulative(progress, total))
-        if options.target == "torch":
-            torch_target.write(*write)
-        else:
-            tensorrt_target.write_rtx(*write, limits, replay)
+        kernels = TARGETS[options.target](
+            directory, networks, plan, opened.tensor, _cumulative(progress, total), limits, replay
+        )
         manifest = EngineManifest(
             model=_describe_model(config, Path(checkpoint), traced.mtp is not None),
             quantization=_describe_quantization(plan),
@@ -150,6 +151,7 @@ def build_engine(
             checkpoint={"name": _checkpoint_name(Path(checkpoint)), "identity": opened.identity},
             networks=torch_target.NETWORKS_FILE,
             files=_list_files(directory),
+            kernels=kernels,
         )
         (directory / MANIFEST_NAME).write_text(json.dumps(manifest.to_json(), indent=2) + "\n", encoding="utf-8")
     return manifest
@@ -157,10 +159,8 @@ def build_engine(
 
 def _check_target(name: str) -> None:
     """A missing package must fail here, not after minutes of work."""
-    if name in PLANNED_TARGETS:
-        raise ValueError(f"this version does not build the target {name} yet: use --target {' or '.join(TARGETS)}")
     if name not in TARGETS:
-        raise ValueError(f"target must be one of {', '.join((*TARGETS, *PLANNED_TARGETS))}, got {name!r}")
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {name!r}")
     if name != "torch":
         load_module(name)
 

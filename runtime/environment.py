@@ -80,7 +80,7 @@ def assess_targets(packages: dict[str, str | None], gpus: tuple[Gpu, ...], drive
         "torch": _assess_torch(packages, gpus, driver),
         "tensorrt": _assess_tensorrt(packages, gpus),
         "tensorrt-rtx": _assess_tensorrt_rtx(packages["tensorrt-rtx"]),
-        "tensorrt-llm": _not_yet(packages["tensorrt-llm"], "TensorRT-LLM", None),
+        "tensorrt-llm": _assess_tensorrt_llm(packages["tensorrt-llm"]),
     }
 
 
@@ -110,7 +110,11 @@ def _assess_tensorrt(packages: dict[str, str | None], gpus: tuple[Gpu, ...]) -> 
     if version is not None and _version_tuple(version) < OLDEST_TENSORRT:
         oldest = ".".join(map(str, OLDEST_TENSORRT))
         return Status(False, f"TensorRT {version} is older than {oldest}", "pip install 'replayssm-trt[tensorrt]'")
-    return _not_yet(version, "TensorRT", "tensorrt")
+    if version is None:
+        return Status(False, "TensorRT is not installed", "pip install 'replayssm-trt[tensorrt]'")
+    return Status(
+        False, f"TensorRT {version} may build plans (untried); this version of replayssm does not run them yet"
+    )
 
 
 def _assess_tensorrt_rtx(version: str | None) -> Status:
@@ -119,13 +123,9 @@ def _assess_tensorrt_rtx(version: str | None) -> Status:
     return Status(False, f"TensorRT-RTX {version} compiles plans; this version of replayssm does not run them yet")
 
 
-def _not_yet(version: str | None, name: str, extra: str | None) -> Status:
-    found = f"{name} {version} is installed" if version else f"{name} is not installed"
-    return Status(
-        False,
-        f"{found}; this version of replayssm does not build this target yet",
-        f"pip install 'replayssm-trt[{extra}]'" if extra and not version else "",
-    )
+def _assess_tensorrt_llm(version: str | None) -> Status:
+    found = f"TensorRT-LLM {version} is installed" if version else "TensorRT-LLM is not installed"
+    return Status(False, f"{found}; this version of replayssm has no module for it yet")
 
 
 def _first_version(distributions: tuple[str, ...]) -> str | None:

@@ -251,6 +251,7 @@ class Layers:
     def plugin(self, call: Any, name: str) -> list[Tensor]:
         """Outputs of a quickly deployable plugin with its ahead-of-time implementation; `call` is what
         `tensorrt.plugin.op.<namespace>.<name>(...)` returned. Only TensorRT has plugins."""
+        self.aliases_inputs = True
         layer = self.network.add_plugin(call, aot=True)
         self._only(layer, name)
         layer.name = name

@@ -27,11 +27,20 @@ class Lowering:
     """Emits nodes of `network` into `layers`.
 
     read: engine weight name -> tensor, called when a weight is first needed. positions: bound of the rope tables.
+    unpacked: weight formats that the GPU has no products for: those weights become constants in the activation dtype.
     values: tensors by value name; the caller puts the inputs of the nodes there and takes the outputs from there.
     """
 
-    def __init__(self, network: Network, layers: Layers, read: Callable[[str], torch.Tensor], positions: int) -> None:
+    def __init__(
+        self,
+        network: Network,
+        layers: Layers,
+        read: Callable[[str], torch.Tensor],
+        positions: int,
+        unpacked: Sequence[str] = (),
+    ) -> None:
         self.network, self.layers, self.read, self.positions = network, layers, read, positions
+        self.unpacked = tuple(unpacked)
         self.values: dict[str, Tensor] = {}
         self._constants: dict[object, Tensor] = {}
 
@@ -106,6 +115,7 @@ class _Projection:
         self.low, self.dtype = low, dtype
         self.format, self.activations = attributes["format"], attributes["activations"]
         self.tensors = tensors
+        self.unpacked = self.format in low.unpacked
         self.stacked = len(low.network.spec(tensors[0]).shape) == 3
 
     @staticmethod
@@ -126,6 +136,11 @@ class _Projection:
         low, layers, weight = self.low, self.low.layers, self.tensors[0]
         if self.format == "dense":
             return low.weight(weight)
+        if self.unpacked:
+            scales = self.tensors[1:3] if self.format == "nvfp4" else self.tensors[1:2]
+            decode = nvfp4.dequantize if self.format == "nvfp4" else nvfp4.dequantize_fp8
+            dtype = torch_dtype(self.dtype)
+            return low.weight(weight, "unpacked", lambda stored: decode(stored, *map(low.read, scales), dtype))
         if self.format == "fp8":
             wide = layers.dequantize(low.weight(weight), self._shared_scale(self.tensors[1]), "float32")
             return layers.cast(wide, self.dtype)
@@ -136,7 +151,7 @@ class _Projection:
         return layers.cast(layers.dequantize(low._constants[key], scale, "float32", blocked=True), self.dtype)
 
     def _quantized(self, x: Tensor) -> Tensor:
-        if self.activations is None:
+        if self.activations is None or self.unpacked:
             return x
         layers, scale = self.low.layers, self._shared_scale(self.tensors[-1])
         if self.activations == "fp8":
@@ -151,7 +166,7 @@ class _Projection:
 
     def _ratio(self) -> torch.Tensor | None:
         """Each expert's second-level scale over the largest, [E, 1, 1]; None where they are all the same."""
-        if not self.stacked or self.format == "dense":
+        if not self.stacked or self.format == "dense" or self.unpacked:
             return None
         scale = self.low.read(self.tensors[2 if self.format == "nvfp4" else 1]).float()
         return None if (scale == scale[0]).all() else (scale / scale.max()).view(-1, 1, 1)

@@ -14,6 +14,8 @@ import torch
 
 from replayssm.builders.parameters import WeightRecipe
 from replayssm.builders.safetensors_file import SafetensorsWriter, plan_shards
+from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.manifest import Limits
 from replayssm.plugins.network import Network
 
 NETWORKS_FILE = "networks.json"
@@ -36,6 +38,20 @@ def write(
     """
     write_networks(directory, networks)
     write_weights(directory, plan, read, progress, shard_bytes)
+
+
+def write_target(
+    directory: Path,
+    networks: Mapping[str, Network],
+    plan: Mapping[str, WeightRecipe],
+    read: Callable[[str], torch.Tensor],
+    progress: Callable[[int, str], None],
+    limits: Limits,
+    replay: ReplaySettings,
+) -> dict[str, str]:
+    """`write` with the signature of all targets. Returns no kernels: none are embedded."""
+    write(directory, networks, plan, read, progress)
+    return {}
 
 
 def write_networks(directory: Path, networks: Mapping[str, Network]) -> None:

@@ -39,7 +39,7 @@ def test_missing_modelopt_names_the_extra() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "word"), [("10.9.0.34", "older than 10.15"), ("11.4.0.106", "does not build this target yet")]
+    ("version", "word"), [("10.9.0.34", "older than 10.15"), ("11.4.0.106", "does not run them yet")]
 )
 def test_tensorrt_versions_are_compared_as_numbers(version: str, word: str) -> None:
     """10.9 is older than 10.15, though not as text."""

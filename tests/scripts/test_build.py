@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 from click.testing import CliRunner
 
 from replayssm.plugins.manifest import read_manifest
@@ -58,21 +59,17 @@ def test_useless_settings_are_warned_about(tiny_checkpoint, tmp_path):
     assert "warning: buffer_len 4 is shorter than max_window 8" in result.stderr
 
 
-def test_target_of_a_later_version(tiny_checkpoint, tmp_path):
-    result = build("--checkpoint", tiny_checkpoint("nano"), "--output", tmp_path / "engine", "--target", "tensorrt")
-    assert result.exit_code == 2
-    expected = "this version does not build the target tensorrt yet: use --target torch or tensorrt-rtx"
-    assert result.stderr == f"error: {expected}\n"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_missing_package_of_a_target(tiny_checkpoint, tmp_path, monkeypatch):
-    for name in ("tensorrt_rtx", "tensorrt_rtx_bindings"):
+@pytest.mark.parametrize(
+    ("target", "modules"),
+    [("tensorrt", ["tensorrt"]), ("tensorrt-rtx", ["tensorrt_rtx", "tensorrt_rtx_bindings"])],
+)
+def test_missing_package_of_a_target(tiny_checkpoint, tmp_path, monkeypatch, target, modules):
+    for name in modules:
         monkeypatch.setitem(sys.modules, name, None)
-    result = build("--checkpoint", tiny_checkpoint("nano"), "--output", tmp_path / "engine", "--target", "tensorrt-rtx")
+    result = build("--checkpoint", tiny_checkpoint("nano"), "--output", tmp_path / "engine", "--target", target)
     assert result.exit_code == 2
-    expected = "the tensorrt-rtx target needs the package tensorrt-rtx, which is not installed"
-    assert result.stderr == f"error: {expected}: pip install 'replayssm-trt[tensorrt-rtx]'\n"
+    expected = f"the {target} target needs the package {target}, which is not installed"
+    assert result.stderr == f"error: {expected}: pip install 'replayssm-trt[{target}]'\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from replayssm.plugins import nvfp4
-from replayssm.plugins.state import torch_dtype
+from replayssm.plugins.state import LayerState, torch_dtype
+from replayssm.plugins.tensorrt_ops import ERROR_FLAG, OPERATORS, ROWS, tensor_types
+from replayssm.runtime.executor import STATEFUL_OPERATORS
 
 
 @dataclass
@@ -139,6 +141,20 @@ class EagerLayers:
         block_scale = nvfp4.block_scales(blocks, scale)
         codes = nvfp4.encode(blocks / (block_scale.float() * scale).unsqueeze(-1))
         return Fp4(nvfp4.decode(codes).flatten(-2)), block_scale
+
+    def plugin(self, call, name):
+        """call: (PluginSpec, tensors in its operator's order). State is updated in place, as by aliased outputs."""
+        spec, tensors = call
+        operator = OPERATORS[spec.operator]
+        types = tensor_types(spec)
+        assert [str(tensor.dtype).removeprefix("torch.") for tensor in tensors] == list(types.values())
+        named = dict(zip(operator.tensors, tensors, strict=True))
+        parts = {part: named[part] for part in operator.parts}
+        state = LayerState(spec.geometry, spec.settings, parts, named[ERROR_FLAG])
+        own, rows = [named[part] for part in operator.inputs], [named[row] for row in ROWS]
+        function = STATEFUL_OPERATORS[spec.operator]
+        y = function(state, spec.layer, {"scale": spec.scale}, *own, *rows)
+        return [y, *parts.values(), named[ERROR_FLAG]]
 
 
 @pytest.fixture(scope="session")
