@@ -4,13 +4,14 @@ A checkpoint of a few GB with the widths of a published model, in several shards
 every step runs in a process of its own, and its peaks are sampled from /proc: anonymous memory (what a machine must
 have) and resident memory (with file pages, which the kernel may drop at any time). One JSON line per figure.
 
-    python benchmarks/bench_build_memory.py --model nano --recipe nvfp4
+    python benchmarks/bench_build_memory.py --model nano --step build
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ import click
 ALLOWANCE_BYTES = 2 * 10**9
 """Peak memory must stay below the largest shard plus this."""
 
+STEPS = ("quantize nvfp4", "quantize nvfp4-w4a16", "quantize fp8", "build")
 SAMPLE_SECONDS = 0.005
 COMMAND = [sys.executable, "-c", "from replayssm.scripts.cli import main; main()"]
 
@@ -91,6 +93,7 @@ def make_checkpoint(model: str, directory: Path, shards: int) -> int:
     total = weight_bytes(read_config(config))["total"]
     write_random_checkpoint(config, directory, max_shard_bytes=total // shards)
     write_byte_tokenizer(directory, calibration_text(), 1000)
+    os.sync()  # or the first step would be timed while the kernel writes the checkpoint to the disk
     return max(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
@@ -101,55 +104,60 @@ def _commit() -> str:
     return result.stdout.strip()
 
 
+def steps(names: tuple[str, ...], source: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Name and arguments of each step to measure."""
+    for name in names:
+        command, _, recipe = name.partition(" ")
+        options = ["--recipe", recipe] if recipe else []
+        target = folder / f"output-of-{command}"
+        yield name, [command, "--checkpoint", str(source), "--output", str(target), *options, "--overwrite"]
+
+
 @click.command()
 @click.option("--model", type=click.Choice(list(CHANGES)), multiple=True, default=list(CHANGES), show_default=True)
-@click.option(
-    "--recipe", multiple=True, default=["nvfp4", "nvfp4-w4a16", "fp8"], show_default=True, help="Recipes of quantize."
-)
+@click.option("--step", type=click.Choice(STEPS), multiple=True, default=STEPS, show_default=True)
 @click.option("--shards", default=6, show_default=True, help="Number of files, about.")
 @click.option("--directory", type=click.Path(path_type=Path), help="Where to make the temporary directory.")
 @click.option("--output", type=click.Path(path_type=Path), help="Append the JSON lines to this file too.")
-def main(model: tuple[str, ...], recipe: tuple[str, ...], shards: int, directory: Path | None, output: Path | None):
-    """Measure the peak memory of `replayssm quantize`."""
+def main(model: tuple[str, ...], step: tuple[str, ...], shards: int, directory: Path | None, output: Path | None):
+    """Measure the peak memory of `replayssm quantize` and `replayssm build`."""
     exceeded = False
     for name in model:
         with tempfile.TemporaryDirectory(dir=directory) as folder:
             source = Path(folder) / "checkpoint"
             largest_shard = make_checkpoint(name, source, shards)
-            size = sum(path.stat().st_size for path in source.iterdir())
-            for item in recipe:
-                target = Path(folder) / "quantized"
-                command = ["quantize", "--checkpoint", str(source), "--output", str(target), "--recipe", item]
-                peak = measure(
-                    [sys.executable, "-c", "from replayssm.scripts.cli import main; main()", *command, "--overwrite"]
-                )
-                limit = largest_shard + ALLOWANCE_BYTES
-                exceeded |= peak.anonymous >= limit
-                line = json.dumps(
-                    {
-                        "benchmark": "build_memory",
-                        "op": f"quantize {item}",
-                        "geometry": f"{CHANGES[name][0]}, {CHANGES[name][1]['num_hidden_layers']} layers",
-                        "variant": "ours",
-                        "value": peak.anonymous,
-                        "unit": "bytes",
-                        "resident_bytes": peak.resident,
-                        "limit_bytes": limit,
-                        "largest_shard_bytes": largest_shard,
-                        "checkpoint_bytes": size,
-                        "seconds": round(peak.seconds, 1),
-                        "gpu": None,
-                        "commit": _commit(),
-                        "date": datetime.date.today().isoformat(),
-                        "correct": True,
-                    }
-                )
+            for item, arguments in steps(step, source, Path(folder)):
+                peak = measure([*COMMAND, *arguments])
+                line = json.dumps(describe(name, item, peak, source, largest_shard))
+                exceeded |= peak.anonymous >= largest_shard + ALLOWANCE_BYTES
                 print(line, flush=True)
                 if output is not None:
                     with output.open("a", encoding="utf-8") as file:
                         file.write(line + "\n")
     if exceeded:
         raise SystemExit("peak memory exceeds the largest shard plus 2 GB")
+
+
+def describe(model: str, step: str, peak: Peak, source: Path, largest_shard: int) -> dict[str, object]:
+    """One figure, in the form that all benchmarks write."""
+    name, changes = CHANGES[model]
+    return {
+        "benchmark": "build_memory",
+        "op": step,
+        "geometry": f"{name}, {changes['num_hidden_layers']} layers",
+        "variant": "ours",
+        "value": peak.anonymous,
+        "unit": "bytes",
+        "resident_bytes": peak.resident,
+        "limit_bytes": largest_shard + ALLOWANCE_BYTES,
+        "largest_shard_bytes": largest_shard,
+        "checkpoint_bytes": sum(path.stat().st_size for path in source.iterdir()),
+        "seconds": round(peak.seconds, 1),
+        "gpu": None,
+        "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
+        "correct": True,
+    }
 
 
 if __name__ == "__main__":

@@ -129,8 +129,8 @@ def _check_token_rows(
         dense *= size
     if multiple > 1 and (tensor.data_ptr() % 16 or tensor.stride(0) % multiple):
         raise ValueError(f"{name}: tokens must start on 16-byte boundaries, got stride {tensor.stride(0)} elements")
-    if tensor.stride(0) > 2**31 - 1:
-        raise ValueError(f"{name}: tokens lie {tensor.stride(0)} elements apart, which exceeds int32")
+    if tensor.stride(0) > 2**27:
+        raise ValueError(f"{name}: tokens lie {tensor.stride(0)} elements apart; a window must span less than 2^31")
 
 
 def _check_dense(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -111,9 +111,7 @@ def traffic_per_token(
     return Traffic(plain, replay, snapshot, speculation)
 
 
-def _replay_layer(
-    geometry: RecurrentGeometry, settings: ReplaySettings, window: int, accepted: float
-) -> float:
+def _replay_layer(geometry: RecurrentGeometry, settings: ReplaySettings, window: int, accepted: float) -> float:
     """Bytes per token of one layer over a whole flush cycle of windows that each yield `accepted` tokens.
 
     Call k of a cycle finds a history of k * accepted tokens; the first call after the history plus window exceeds L

@@ -150,6 +150,8 @@ class Session:
         self.settings: ReplaySettings = engine.manifest.replay
         self.prefill_chunk = prefill_chunk
         self.device = torch.device(device)
+        if self.device.type == "cuda":
+            self._use_kernels()
         flag = torch.zeros(1, dtype=torch.int32, device=self.device)
         unpacked: dict[str, torch.Tensor] = {}
         self._programs = {
@@ -159,6 +161,14 @@ class Session:
         self._free = list(range(self.slots))
         self._seq_lens: dict[int, int] = {}
         self._windows: dict[int, int] = {}
+
+    @staticmethod
+    def _use_kernels() -> None:
+        if not torch.cuda.is_available():
+            raise ValueError("torch sees no CUDA device (`replayssm doctor` says why): use device cpu")
+        from replayssm.plugins import cuda_ops
+
+        cuda_ops.register()
 
     # Slots
 

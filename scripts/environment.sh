@@ -7,6 +7,9 @@
 
 VENV="${REPLAYSSM_VENV:-$PWD/.venv}"
 
+# Idle OpenMP threads that spin take the processor from those that work wherever cores are shared.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
+
 fail() {
     echo "error: $*" >&2
     exit 1

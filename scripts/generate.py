@@ -44,6 +44,13 @@ import click
     help="Speculation: drafts from the text so far, or from the checkpoint's draft head.",
 )
 @click.option("--draft-len", type=int, help="Draft tokens per call.  [default: the engine's max_draft_len]")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="cuda: the kernels were tested one by one on a GPU, whole generations not yet.",
+)
 @click.option("--verify", is_flag=True, help="Check every file of the engine against its SHA-256 first.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object (a list of them for several prompts).")
 @click.option("--stream", is_flag=True, help="Print text as it is generated.")
@@ -57,6 +64,7 @@ def generate(
     draft_len: int | None,
     stop: tuple[str, ...],
     ignore_eos: bool,
+    device: str,
     verify: bool,
     as_json: bool,
     stream: bool,
@@ -80,7 +88,7 @@ def generate(
     loaded = Engine.load(engine, "full" if verify else "size")
     tokenizer = loaded.tokenizer
     token_ids = [_encode(tokenizer, text, chat) for text in texts]
-    session = Session(loaded, slots=min(len(texts), loaded.manifest.limits.max_batch_size))
+    session = Session(loaded, slots=min(len(texts), loaded.manifest.limits.max_batch_size), device=device)
     session.warm_up()
     results = generate_tokens(
         session,

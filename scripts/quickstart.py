@@ -36,10 +36,10 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("bf16 weights, state rewritten every token", quantized=False, buffer_len=0),
-    Variant("NVFP4 weights, state rewritten every token", quantized=True, buffer_len=0),
-    Variant("NVFP4 weights, replay", quantized=True, buffer_len=BUFFER_LEN),
-    Variant("NVFP4 weights, replay, drafts of the MTP head", quantized=True, buffer_len=BUFFER_LEN, draft="mtp"),
+    Variant("bf16, plain", quantized=False, buffer_len=0),
+    Variant("NVFP4, plain", quantized=True, buffer_len=0),
+    Variant("NVFP4, replay", quantized=True, buffer_len=BUFFER_LEN),
+    Variant("NVFP4, replay, MTP drafts", quantized=True, buffer_len=BUFFER_LEN, draft="mtp"),
 )
 
 
@@ -111,12 +111,13 @@ def demonstrate(commands: Commands, name: str, question: str, answer: str) -> No
         right = result.text.strip().endswith(answer)
         table.add_row(
             variant.label,
-            "[green]yes[/green]" if right else f"[red]no[/red] (expected {answer})",
+            "[green]yes[/green]" if right else f"[red]no[/red]: expected {answer}",
             "yes" if result.token_ids == replayed.token_ids else "no",
             f"{result.timing['tokens_per_s']:.0f}",
             f"{result.acceptance_length:.2f}",
         )
     console.print(table)
+    console.print("plain: the state is rewritten for every token. replay: every 16 tokens.", highlight=False)
     show_traffic(console, quantized)
 
 

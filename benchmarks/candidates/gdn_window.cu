@@ -74,7 +74,7 @@ gdn_window(
     // the row's slot. A fresh sequence ignores the tile.
     const int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
     const int start = window_starts[blockIdx.y], window_length = window_lens[blockIdx.y];
-    const float A = -expf(A_log[block.head]), bias = dt_bias[block.head];
+    const float log_A = A_log[block.head], bias = dt_bias[block.head];
     const bool has_slot = slot >= 0 && slot < num_slots;
     int tile_position = 0;
     if (has_slot) {
@@ -85,19 +85,21 @@ gdn_window(
     // The window's own inputs travel while the checkpoint position does; a row that turns out invalid ignores them.
     const bool readable = start >= 0 && window_length >= 0 && (long long)start + window_length <= num_tokens;
     const int copied = readable && window_length <= MAX_WINDOW ? window_length : 0;
-    for (int i = tid; i < QUERIES * (COLUMNS / 8); i += THREADS) {
-        const int n = i / (COLUMNS / 8), offset = i % (COLUMNS / 8) * 8, w = n % MAX_WINDOW;
+    constexpr int K_CHUNKS = COLUMNS / 8, V_CHUNKS = CTA_ROWS / 8;
+    const activation_t* row_q = computed(q + (long long)(copied ? start : 0) * q_stride + k_column);
+    const activation_t* row_k = computed(k + (long long)(copied ? start : 0) * k_stride + k_column);
+    const activation_t* row_v = v + (long long)(copied ? start : 0) * v_stride + v_column;
+    spread<QUERIES * K_CHUNKS>([&](int i) {
+        const int n = i / K_CHUNKS, offset = i % K_CHUNKS * 8, w = n % MAX_WINDOW;
+        const bool valid = w < copied, is_q = n < MAX_WINDOW;
+        const int token = (valid ? w : 0) * (is_q ? q_stride : k_stride);
+        copy_async_16(shared.queries + n * TOKEN_STRIDE + offset, (is_q ? row_q : row_k) + (token + offset), valid);
+    });
+    spread_from_end<MAX_WINDOW * V_CHUNKS>([&](int i) {
+        const int w = i / V_CHUNKS, offset = i % V_CHUNKS * 8;
         const bool valid = w < copied;
-        const long long token = valid ? start + w : 0;
-        const activation_t* from = n < MAX_WINDOW ? q + token * q_stride : k + token * k_stride;
-        copy_async_16(shared.queries + n * TOKEN_STRIDE + offset, from + k_column + offset, valid);
-    }
-    for (int i = tid; i < MAX_WINDOW * (CTA_ROWS / 8); i += THREADS) {
-        const int w = i / (CTA_ROWS / 8), offset = i % (CTA_ROWS / 8) * 8;
-        const bool valid = w < copied;
-        copy_async_16(shared.v + w * VALUE_STRIDE + offset,
-                      v + (valid ? start + w : 0) * (long long)v_stride + v_column + offset, valid);
-    }
+        copy_async_16(shared.v + w * VALUE_STRIDE + offset, row_v + ((valid ? w : 0) * v_stride + offset), valid);
+    });
     copy_async_commit();
     float raw_a = 0.f, raw_b = 0.f;
     if (warp == 0 && lane < copied) {
@@ -122,7 +124,7 @@ gdn_window(
             b + (long long)row.start * b_stride + block.head, q_stride, k_stride, v_stride, a_stride, b_stride,
             ring_k_in + (long long)slot * ring_k_stride + k_column,
             ring_u_in + (long long)slot * ring_u_stride + u_column,
-            ring_g_in + (long long)slot * ring_g_stride + block.head, A, bias};
+            ring_g_in + (long long)slot * ring_g_stride + block.head, -expf(log_A), bias};
         const SerialStores stores = {checkpoint + (long long)slot * checkpoint_stride + state_offset, row.length,
                                      nullptr, 0};
         for (int first = warp * 4; first < CTA_ROWS; first += WARPS * 4)
@@ -140,23 +142,21 @@ gdn_window(
     float g_past = 0.f;
     if (warp == 0 && lane < history)
         g_past = ring_g_in[(long long)slot * ring_g_stride + wrapped(first_entry + lane) * HEADS + block.head];
-#pragma unroll
-    for (int i = tid; i < HISTORY_ROWS * (COLUMNS / 8); i += THREADS) {
-        const int j = i / (COLUMNS / 8), offset = i % (COLUMNS / 8) * 8;
+    const activation_t* slot_ring_k = ring_k_in + (long long)slot * ring_k_stride + k_column;
+    const u16* slot_ring_u = ring_u_in + (long long)slot * ring_u_stride + u_column;
+    spread<HISTORY_ROWS * K_CHUNKS>([&](int i) {
+        const int j = i / K_CHUNKS, offset = i % K_CHUNKS * 8;
         const bool valid = j < history;
-        const activation_t* from = ring_k_in + (long long)slot * ring_k_stride + k_column + offset +
-                                   (valid ? wrapped(first_entry + j) * (GROUPS * COLUMNS) : 0);
-        copy_async_16(shared.k + j * TOKEN_STRIDE + offset, from, valid);
-    }
-#pragma unroll
-    for (int i = tid; i < HISTORY_ROWS * U_PLANES * (CTA_ROWS / 8); i += THREADS) {
-        const int j = i / (CTA_ROWS / 8) / U_PLANES, plane = i / (CTA_ROWS / 8) % U_PLANES;
-        const int offset = i % (CTA_ROWS / 8) * 8;
+        const int entry = wrapped(first_entry + (valid ? j : 0)) * (GROUPS * COLUMNS);
+        copy_async_16(shared.k + j * TOKEN_STRIDE + offset, slot_ring_k + (entry + offset), valid);
+    });
+    spread<HISTORY_ROWS * U_PLANES * V_CHUNKS>([&](int i) {
+        const int j = i / V_CHUNKS / U_PLANES, plane = i / V_CHUNKS % U_PLANES, offset = i % V_CHUNKS * 8;
         const bool valid = j < history;
-        const u16* from = ring_u_in + (long long)slot * ring_u_stride + u_column + plane * ROWS + offset +
-                          (valid ? wrapped(first_entry + j) * (HEADS * U_PLANES * ROWS) : 0);
-        copy_async_16(shared.u[plane] + j * VALUE_STRIDE + offset, from, valid);
-    }
+        const int entry = (wrapped(first_entry + (valid ? j : 0)) * (HEADS * U_PLANES) + plane) * ROWS;
+        copy_async_16(&shared.u[0][0] + (plane * HISTORY_ROWS + j) * VALUE_STRIDE + offset,
+                      slot_ring_u + (entry + offset), valid);
+    });
     copy_async_commit();
     copy_async_wait_but_last();
     sync_threads();
@@ -164,26 +164,12 @@ gdn_window(
         if (n % MAX_WINDOW < length) normalize_row(shared.queries + n * TOKEN_STRIDE);
     float g_new = 0.f;
     if (warp == 0) {
-        if (lane < length) g_new = A * softplus(raw_a + bias);
+        if (lane < length) g_new = -expf(log_A) * softplus(raw_a + bias);
         scan_decays(shared.decays, g_past, g_new);
         if (lane < WINDOW_ROWS) shared.beta[lane] = sigmoid(raw_b);
     }
     copy_async_wait();
     sync_threads();
-
-    // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
-    if (block.first_of_group) {
-        activation_t* to = ring_k + (long long)slot * ring_k_stride + k_column;
-        for (int i = tid; i < length * (COLUMNS / 8); i += THREADS) {
-            const int w = i / (COLUMNS / 8), offset = i % (COLUMNS / 8) * 8;
-            *(uint4*)(to + (row.seq_len + w) % RING_LEN * (GROUPS * COLUMNS) + offset) =
-                *(const uint4*)(shared.queries + (MAX_WINDOW + w) * TOKEN_STRIDE + offset);
-        }
-    }
-    if (block.first_of_head && tid < length)
-        ring_g[(long long)slot * ring_g_stride + (row.seq_len + tid) % RING_LEN * HEADS + block.head] = g_new;
-    if ((flush || row.seq_len == 0) && tid < CTA_TILES)
-        position[(long long)slot * position_stride + tile_index + tid] = row.seq_len;
 
     // Coefficients of u: decay and k . q or k . k of every (query, token) pair.
     const int history_tasks = flush ? 0 : HISTORY_BLOCKS;
@@ -201,21 +187,34 @@ gdn_window(
 #pragma unroll
         for (int i = 0; i < (QUERY_TILES == 1 ? 2 : 4); i++) {
             const int n = m * 16 + g + 8 * (i / 2), j = 2 * t + i % 2, w = n % MAX_WINDOW;
-            const bool is_output = n < MAX_WINDOW, live = n < QUERIES && w < length;
+            const bool is_output = n < MAX_WINDOW, live = (n < QUERIES) & (w < length);
             const float score = is_output ? QUERY_SCALE * sum[i] : sum[i];
-            if (window_block < 0) {
-                const int k8 = token_block * 8 + j;
-                const float decay =
-                    live && k8 < history ? decay_of(shared.decays.history[k8] + shared.decays.prefix[w]) : 0.f;
-                if (n < QUERY_TILES * 8)
-                    shared.coefficients[n * COEFFICIENT_STRIDE + k8] = decay > 0.f ? decay * score : 0.f;
-            } else if (n < QUERIES) {
-                const int from = window_block * 8 + j;
-                const bool used = live && (from < w || (is_output && from == w));
-                shared.pairs[n * WINDOW_ROWS + from] = used ? window_decay(shared.decays, from, w) * score : 0.f;
-            }
+            const bool past = window_block < 0;
+            const int from = past ? token_block * 8 + j : window_block * 8 + j;
+            const float exponent = past ? shared.decays.history[from] + shared.decays.prefix[w]
+                                        : window_log_decay(shared.decays, from, w);
+            const bool used = live & (past ? from < history : (from < w) | (is_output & (from == w)));
+            const float value = used ? decay_of(exponent) * score : 0.f;
+            if (past && n < QUERY_TILES * 8) shared.coefficients[n * COEFFICIENT_STRIDE + from] = value;
+            if (!past && n < QUERIES) shared.pairs[n * WINDOW_ROWS + from] = value;
         }
     }
+
+    // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
+    const int first_new = row.seq_len % RING_LEN, from_end = THREADS - 1 - tid;
+    if (block.first_of_group)
+        spread_from_end<MAX_WINDOW * K_CHUNKS>([&](int i) {
+            const int w = i / K_CHUNKS, offset = i % K_CHUNKS * 8;
+            if (w < length)
+                *(uint4*)(ring_k + ((long long)slot * ring_k_stride + wrapped(first_new + w) * (GROUPS * COLUMNS) +
+                                    k_column + offset)) =
+                    *(const uint4*)(shared.queries + (MAX_WINDOW + w) * TOKEN_STRIDE + offset);
+        });
+    if (block.first_of_head && from_end < length)
+        ring_g[(long long)slot * ring_g_stride + wrapped(first_new + from_end) * HEADS + block.head] =
+            shared.decays.window[from_end];
+    if ((flush || row.seq_len == 0) && from_end < CTA_TILES)
+        position[(long long)slot * position_stride + tile_index + from_end] = row.seq_len;
     sync_threads();
 
     float sum[QUERY_TILES][4] = {};

@@ -54,7 +54,7 @@ mamba2_window(
     // the row's slot. A fresh sequence ignores the tile.
     const int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
     const int start = window_starts[blockIdx.y], window_length = window_lens[blockIdx.y];
-    const float A = -expf(A_log[block.head]), D_head = D[block.head], bias = dt_bias[block.head];
+    const float log_A = A_log[block.head], D_head = D[block.head], bias = dt_bias[block.head];
     const bool has_slot = slot >= 0 && slot < num_slots;
     int tile_position = 0;
     if (has_slot) {
@@ -84,7 +84,7 @@ mamba2_window(
             ring_x_in + (long long)slot * ring_x_stride + block.head * ROWS + block.first_row,
             ring_B_in + (long long)slot * ring_B_stride + block.group * COLUMNS,
             ring_dt_in + (long long)slot * ring_dt_stride + block.head,
-            A, D_head, bias};
+            -expf(log_A), D_head, bias};
         const SerialStores stores = {checkpoint + (long long)slot * checkpoint_stride + state_offset, row.length,
                                      nullptr, 0};
         for (int first = warp * 4; first < CTA_ROWS; first += WARPS * 4)
@@ -100,12 +100,12 @@ mamba2_window(
     const bool flush = history > 0 && history + length > BUFFER_LEN;
     const int window_row = flush ? HISTORY_ROWS : history;  // of the token rows in shared memory
     const int first_entry = c % RING_LEN;                  // of the history in the ring
-    const activation_t* slot_ring_x =
-        ring_x_in + (long long)slot * ring_x_stride + block.head * ROWS + block.first_row;
-    const activation_t* slot_ring_B = ring_B_in + (long long)slot * ring_B_stride + block.group * COLUMNS;
-    const activation_t* row_x = x + (long long)row.start * x_stride + block.head * ROWS + block.first_row;
-    const activation_t* row_B = B + (long long)row.start * B_stride + block.group * COLUMNS;
-    const activation_t* row_C = C + (long long)row.start * C_stride + block.group * COLUMNS;
+    const int x_column = block.head * ROWS + block.first_row, B_column = block.group * COLUMNS;
+    const activation_t* slot_ring_x = computed(ring_x_in + ((long long)slot * ring_x_stride + x_column));
+    const activation_t* slot_ring_B = computed(ring_B_in + ((long long)slot * ring_B_stride + B_column));
+    const activation_t* row_x = computed(x + ((long long)row.start * x_stride + x_column));
+    const activation_t* row_B = computed(B + ((long long)row.start * B_stride + B_column));
+    const activation_t* row_C = C + ((long long)row.start * C_stride + B_column);
 
     float raw_dt = 0.f, dt_past = 0.f;
     if (warp == 0) {
@@ -113,63 +113,41 @@ mamba2_window(
         if (lane < history)
             dt_past = ring_dt_in[(long long)slot * ring_dt_stride + wrapped(first_entry + lane) * HEADS + block.head];
     }
-    // Token rows [begin, begin + count) of B and x; rows that are neither history nor window become zero.
-    const auto load_tokens = [&](int begin, int count) {
-#pragma unroll
-        for (int i = tid; i < count * (COLUMNS / 8); i += THREADS) {
-            const int k = begin + i / (COLUMNS / 8), offset = i % (COLUMNS / 8) * 8, w = k - window_row;
-            const bool past = k < history, valid = past || (w >= 0 && w < length);
-            const activation_t* from = past ? slot_ring_B + wrapped(first_entry + k) * (GROUPS * COLUMNS)
-                                            : row_B + (long long)(valid ? w : 0) * B_stride;
-            copy_async_16(shared.B + k * TOKEN_STRIDE + offset, from + offset, valid);
-        }
-#pragma unroll
-        for (int i = tid; i < count * (CTA_ROWS / 8); i += THREADS) {
-            const int k = begin + i / (CTA_ROWS / 8), offset = i % (CTA_ROWS / 8) * 8, w = k - window_row;
-            const bool past = k < history, valid = past || (w >= 0 && w < length);
-            const activation_t* from = past ? slot_ring_x + wrapped(first_entry + k) * (HEADS * ROWS)
-                                            : row_x + (long long)(valid ? w : 0) * x_stride;
-            copy_async_16(shared.x + k * VALUE_STRIDE + offset, from + offset, valid);
-        }
+    // Row k of B and x in shared memory: history, window, or zero.
+    const auto load_B = [&](int k, int offset) {
+        const int w = k - window_row;
+        const bool past = k < history, valid = past | ((u32)w < (u32)length);
+        const int entry = wrapped(first_entry + (past ? k : 0)) * (GROUPS * COLUMNS), token = (valid ? w : 0) * B_stride;
+        copy_async_16(shared.B + k * TOKEN_STRIDE + offset,
+                      (past ? slot_ring_B : row_B) + ((past ? entry : token) + offset), valid);
     };
-    load_tokens(0, HISTORY_ROWS);
-    if (flush) load_tokens(HISTORY_ROWS, WINDOW_ROWS);
-#pragma unroll
-    for (int i = tid; i < MAX_WINDOW * (COLUMNS / 8); i += THREADS) {
-        const int w = i / (COLUMNS / 8), offset = i % (COLUMNS / 8) * 8;
+    const auto load_x = [&](int k, int offset) {
+        const int w = k - window_row;
+        const bool past = k < history, valid = past | ((u32)w < (u32)length);
+        const int entry = wrapped(first_entry + (past ? k : 0)) * (HEADS * ROWS), token = (valid ? w : 0) * x_stride;
+        copy_async_16(shared.x + k * VALUE_STRIDE + offset,
+                      (past ? slot_ring_x : row_x) + ((past ? entry : token) + offset), valid);
+    };
+    constexpr int B_CHUNKS = COLUMNS / 8, X_CHUNKS = CTA_ROWS / 8;
+    spread<HISTORY_ROWS * B_CHUNKS>([&](int i) { load_B(i / B_CHUNKS, i % B_CHUNKS * 8); });
+    spread<HISTORY_ROWS * X_CHUNKS>([&](int i) { load_x(i / X_CHUNKS, i % X_CHUNKS * 8); });
+    spread_from_end<MAX_WINDOW * B_CHUNKS>([&](int i) {
+        const int w = i / B_CHUNKS, offset = i % B_CHUNKS * 8;
         const bool valid = w < length;
-        copy_async_16(shared.C + w * TOKEN_STRIDE + offset, row_C + (long long)(valid ? w : 0) * C_stride + offset,
-                      valid);
+        copy_async_16(shared.C + w * TOKEN_STRIDE + offset, row_C + ((valid ? w : 0) * C_stride + offset), valid);
+    });
+    if (flush) {
+        spread<WINDOW_ROWS * B_CHUNKS>([&](int i) { load_B(HISTORY_ROWS + i / B_CHUNKS, i % B_CHUNKS * 8); });
+        spread<WINDOW_ROWS * X_CHUNKS>([&](int i) { load_x(HISTORY_ROWS + i / X_CHUNKS, i % X_CHUNKS * 8); });
     }
     if (warp == 0) {
-        const float dt_new = lane < length ? softplus(raw_dt + bias) : 0.f;
+        const float A = -expf(log_A), dt_new = lane < length ? softplus(raw_dt + bias) : 0.f;
         scan_decays(shared.decays, A * dt_past, A * dt_new);
         if (lane < HISTORY_ROWS) shared.dt_history[lane] = dt_past;
         if (lane < WINDOW_ROWS) shared.dt_window[lane] = dt_new;
     }
     copy_async_wait();
     sync_threads();
-
-    // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
-    activation_t* to_x = ring_x + (long long)slot * ring_x_stride + block.head * ROWS + block.first_row;
-    for (int i = tid; i < length * (CTA_ROWS / 8); i += THREADS) {
-        const int w = i / (CTA_ROWS / 8), offset = i % (CTA_ROWS / 8) * 8;
-        *(uint4*)(to_x + (row.seq_len + w) % RING_LEN * (HEADS * ROWS) + offset) =
-            *(const uint4*)(shared.x + (window_row + w) * VALUE_STRIDE + offset);
-    }
-    if (block.first_of_group) {
-        activation_t* to_B = ring_B + (long long)slot * ring_B_stride + block.group * COLUMNS;
-        for (int i = tid; i < length * (COLUMNS / 8); i += THREADS) {
-            const int w = i / (COLUMNS / 8), offset = i % (COLUMNS / 8) * 8;
-            *(uint4*)(to_B + (row.seq_len + w) % RING_LEN * (GROUPS * COLUMNS) + offset) =
-                *(const uint4*)(shared.B + (window_row + w) * TOKEN_STRIDE + offset);
-        }
-    }
-    if (block.first_of_head && tid < length)
-        ring_dt[(long long)slot * ring_dt_stride + (row.seq_len + tid) % RING_LEN * HEADS + block.head] =
-            shared.dt_window[tid];
-    if ((flush || row.seq_len == 0) && tid < CTA_TILES)
-        position[(long long)slot * position_stride + tile_index + tid] = row.seq_len;
 
     // Coefficients of x: decay, dt and B . C of every (window token, token) pair; D sits on the diagonal.
     const int first_block = flush ? HISTORY_BLOCKS : 0, last_block = HISTORY_BLOCKS + (flush ? WINDOW_ROWS / 8 : 0);
@@ -181,15 +159,39 @@ mamba2_window(
 #pragma unroll
         for (int i = 0; i < 2 * QUERY_TILES; i++) {
             const int w = g + 8 * (i / 2), k = k8 * 8 + 2 * t + i % 2, j = k - window_row;
-            float value = 0.f;
-            if (w < length && j < 0)
-                value = shared.dt_history[k] * decay_of(shared.decays.history[k] + shared.decays.prefix[w]) * sum[i];
-            else if (w < length && j <= w)
-                value = shared.dt_window[j] * window_decay(shared.decays, j, w) * sum[i];
-            if (w < length && j == w) value += D_head;
-            shared.coefficients[w * COEFFICIENT_STRIDE + k] = value;
+            const bool past = j < 0, live = (w < length) & (j <= w);
+            const int token = past ? k : j < WINDOW_ROWS ? j : 0;
+            const float dt_token = (past ? shared.dt_history : shared.dt_window)[token];
+            const float exponent = past ? shared.decays.history[token] + shared.decays.prefix[w]
+                                        : window_log_decay(shared.decays, token, w);
+            const float value = dt_token * decay_of(exponent) * sum[i];
+            shared.coefficients[w * COEFFICIENT_STRIDE + k] = live ? (j == w ? value + D_head : value) : 0.f;
         }
     }
+
+    // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
+    const int first_new = row.seq_len % RING_LEN;
+    spread_from_end<MAX_WINDOW * X_CHUNKS>([&](int i) {
+        const int w = i / X_CHUNKS, offset = i % X_CHUNKS * 8;
+        if (w < length)
+            *(uint4*)(ring_x + ((long long)slot * ring_x_stride + wrapped(first_new + w) * (HEADS * ROWS) +
+                                block.head * ROWS + block.first_row + offset)) =
+                *(const uint4*)(shared.x + (window_row + w) * VALUE_STRIDE + offset);
+    });
+    if (block.first_of_group)
+        spread_from_end<MAX_WINDOW * B_CHUNKS>([&](int i) {
+            const int w = i / B_CHUNKS, offset = i % B_CHUNKS * 8;
+            if (w < length)
+                *(uint4*)(ring_B + ((long long)slot * ring_B_stride + wrapped(first_new + w) * (GROUPS * COLUMNS) +
+                                    block.group * COLUMNS + offset)) =
+                    *(const uint4*)(shared.B + (window_row + w) * TOKEN_STRIDE + offset);
+        });
+    const int from_end = THREADS - 1 - tid;
+    if (block.first_of_head && from_end < length)
+        ring_dt[(long long)slot * ring_dt_stride + wrapped(first_new + from_end) * HEADS + block.head] =
+            shared.dt_window[from_end];
+    if ((flush || row.seq_len == 0) && from_end < CTA_TILES)
+        position[(long long)slot * position_stride + tile_index + from_end] = row.seq_len;
     sync_threads();
 
     float sum[QUERY_TILES][4] = {};

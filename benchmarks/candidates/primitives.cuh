@@ -133,6 +133,12 @@ DEVICE float shuffle_up(float value, int delta) { return __shfl_up_sync(0xffffff
 DEVICE float shuffle_down(float value, int delta) { return __shfl_down_sync(0xffffffffu, value, delta); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 DEVICE float shuffle_from(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+// Computes the pointer here and now: the compiler would otherwise branch to compute one of several that it selects from.
+template <class T>
+DEVICE const T* computed(const T* pointer) {
+    asm volatile("" : "+l"(pointer));
+    return pointer;
+}
 DEVICE void sync_threads() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void atomic_or(int* address, int value) { atomicOr(address, value); }

@@ -67,6 +67,25 @@ DEVICE Block this_block() {
             part == 0 && head % HEADS_PER_GROUP == 0};
 }
 
+// body(i) for every i < TOTAL, spread over the block's threads in a fixed number of steps without branches between them.
+template <int TOTAL, class Body>
+DEVICE void spread(const Body& body) {
+#pragma unroll
+    for (int n = 0; n < (TOTAL + THREADS - 1) / THREADS; n++) {
+        const int i = n * THREADS + (int)threadIdx.x;
+        if (TOTAL % THREADS == 0 || i < TOTAL) body(i);
+    }
+}
+// The same from the last thread on: for side work beside the first warps' part of the critical path.
+template <int TOTAL, class Body>
+DEVICE void spread_from_end(const Body& body) {
+#pragma unroll
+    for (int n = 0; n < (TOTAL + THREADS - 1) / THREADS; n++) {
+        const int i = n * THREADS + THREADS - 1 - (int)threadIdx.x;
+        if (TOTAL % THREADS == 0 || i < TOTAL) body(i);
+    }
+}
+
 // Ring entry of an index below twice the ring's length.
 DEVICE int wrapped(int entry) { return entry < RING_LEN ? entry : entry - RING_LEN; }
 
@@ -81,9 +100,10 @@ DEVICE void write_zeros(const Row& row, activation_t* output, int token_stride) 
 
 // ------------------------------------------------------------------------------------------------- state tile
 
+// The last warp asks for it, whose thread waits for its fences; the first warps have more to do.
 DEVICE void tile_copy_start(state_t* tile, const state_t* global, u64* barrier) {
 #if BULK_COPY
-    if (threadIdx.x == 0) bulk_copy_start(tile, global, CTA_ROWS * COLUMNS * sizeof(state_t), barrier);
+    if (threadIdx.x == THREADS - 32) bulk_copy_start(tile, global, CTA_ROWS * COLUMNS * sizeof(state_t), barrier);
 #else
     constexpr int PER_COPY = 16 / sizeof(state_t);
     for (int i = threadIdx.x; i < CTA_ROWS * COLUMNS / PER_COPY; i += THREADS)
@@ -314,9 +334,10 @@ DEVICE void scan_decays(Decays& decays, float history, float window) {
     if (lane == 0) decays.total = suffix;
 }
 
-// Decay from behind window token `from` to behind window token `to`.
-DEVICE float window_decay(const Decays& decays, int from, int to) {
+// Log decay from behind window token `from` to behind window token `to`; the same sum for every MAX_WINDOW.
+DEVICE float window_log_decay(const Decays& decays, int from, int to) {
     float sum = 0.f;
-    for (int w = from + 1; w <= to; w++) sum += decays.window[w];
-    return decay_of(sum);
+#pragma unroll
+    for (int w = 1; w < MAX_WINDOW; w++) sum += w > from && w <= to ? decays.window[w] : 0.f;
+    return sum;
 }

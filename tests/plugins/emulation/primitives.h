@@ -287,6 +287,8 @@ DEVICE float shuffle_from(float value, int from) {
     return emulation::exchange("shfl", {float_to_bits(value)},
                                [=](u32 (*in)[6], int) { return bits_to_float(in[from][0]); });
 }
+template <class T>
+DEVICE const T* computed(const T* pointer) { return pointer; }
 DEVICE void sync_threads() { emulation::meet(emulation::block_meeting, emulation::threads); }
 DEVICE void sync_warp() { emulation::exchange("syncwarp", {0}, [](u32 (*)[6], int) { return 0; }); }
 DEVICE void atomic_or(int* address, int value) { *address |= value; }
