@@ -120,15 +120,8 @@ def kernel_config(spec: PluginSpec) -> KernelConfig:
         # A layer without a bias gets zeros: a plugin has no optional inputs.
         return geo.conv_config(spec.geometry, settings, True, settings.activation_dtype)
     if spec.operator == "attention_window":
-        config = geo.attention_config(spec.geometry, settings, spec.query_heads)
-    else:
-        config = geo.window_config(spec.geometry, settings, spec.arch, embedded=True)
-    if config.shared_bytes > geo.EMBEDDED_SHARED_BYTES:
-        raise UnsupportedGeometryError(
-            f"{spec.operator} needs {config.shared_bytes} bytes of shared memory for {spec.geometry}, a TensorRT "
-            f"plugin may use {geo.EMBEDDED_SHARED_BYTES}: use the torch target"
-        )
-    return config
+        return geo.attention_config(spec.geometry, settings, spec.query_heads, embedded=True)
+    return geo.window_config(spec.geometry, settings, spec.arch, embedded=True)
 
 
 def ptx(spec: PluginSpec) -> bytes:
