@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from replayssm.builders.config import published
@@ -57,3 +62,25 @@ def test_what_follows_a_convolution_is_a_view(network):
             following = steps[index + 1]
             assert isinstance(following, Segment)
             assert following.is_view
+
+
+def test_nothing_imports_tensorrt_before_a_build_asks_for_it():
+    """Engines are built and run where it is not installed, and its libraries are large."""
+    code = (
+        "import sys, replayssm.builders.engine, replayssm.scripts.build, replayssm.runtime.session\n"
+        "print([name for name in sys.modules if name.startswith('tensorrt')])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
+def test_tensorrt_is_confined_to_its_files():
+    """The runtime and everything else reach it through the engine directory or not at all."""
+    root = Path(__file__).parents[3]
+    allowed = {"builders/engine.py", "plugins/tensorrt_ops.py"}
+    for folder in ("plugins", "builders", "runtime", "scripts"):
+        for path in (root / folder).rglob("*.py"):
+            name = path.relative_to(root).as_posix()
+            if name in allowed or name.startswith("builders/targets/tensorrt"):
+                continue
+            assert not re.search(r"^\s*(from|import)\s.*\btensorrt", path.read_text(), re.MULTILINE), name
