@@ -23,6 +23,9 @@ from replayssm.builders.checkpoint import Checkpoint
 from replayssm.builders.config import read_json
 from replayssm.builders.weight_shapes import fused_experts
 
+INSTALL = "pip install '.[quantize]' in the project's folder"
+"""What provides modelopt and a transformers that it works with."""
+
 # transformers' Mamba2 materialises a [tokens, chunk, heads, dstate] tensor; the chunk only sets its size.
 _MAMBA2_CHUNK = 16
 
@@ -69,8 +72,14 @@ class LayerModels:
                 # transformers clamps dt at the initialisation's time_step_min; the models were trained without.
                 mixer.time_step_limit = (0.0, math.inf)
                 mixer.chunk_size = _MAMBA2_CHUNK
-            yield model
-            del model, tensor
+            del tensor
+            try:
+                yield model
+            finally:
+                # Modules may refer to each other in circles and outlive this; their weights must not.
+                for module in model.modules():
+                    module._parameters.clear()
+                    module._buffers.clear()
         self.checkpoint.release()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -129,7 +138,7 @@ def _transformers_classes(architecture: str) -> tuple[type, type]:
     try:
         import transformers
     except ImportError:
-        raise ValueError("transformers is not installed; pip install 'replayssm-trt[quantize]'") from None
+        raise ValueError(f"transformers is not installed; {INSTALL}") from None
     if architecture == "NemotronHForCausalLM":
         names = ("NemotronHConfig", "NemotronHModel")
     else:
@@ -137,7 +146,6 @@ def _transformers_classes(architecture: str) -> tuple[type, type]:
         names = (f"{stem}TextConfig", f"{stem}TextModel")
     if not all(hasattr(transformers, name) for name in names):
         raise ValueError(
-            f"transformers {transformers.__version__} does not know {names[1]}; "
-            "pip install 'replayssm-trt[quantize]' brings a version that does"
+            f"transformers {transformers.__version__} does not know {names[1]}; {INSTALL} brings a version that does"
         )
     return getattr(transformers, names[0]), getattr(transformers, names[1])

@@ -29,7 +29,7 @@ from replayssm.builders.atomic import atomic_directory
 from replayssm.builders.calibration import calibration_batches
 from replayssm.builders.checkpoint import Checkpoint
 from replayssm.builders.formats import ALGO_OF_FORMAT, DENSE, FORMAT_OF_ALGO, GROUP_SIZE, NVFP4, W4A16_NVFP4
-from replayssm.builders.layer_model import LayerModels
+from replayssm.builders.layer_model import INSTALL, LayerModels
 from replayssm.builders.quantized_output import QuantizedOutput
 
 RECIPES = {
@@ -40,7 +40,6 @@ RECIPES = {
 """Recipe names and modelopt's configurations. All leave convolutions, norms, routers, gates, in_proj_a/b, embeddings,
 lm_head, the draft head and the vision tower unquantized."""
 
-INSTALL = "pip install 'replayssm-trt[quantize]'"
 
 _OUTSIDE_LAYERS = {False: ("mtp*",), True: ("mtp*", "model.visual*")}
 """Excluded patterns outside the language model's layers, by whether there is a vision tower."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,26 @@ class QuantizedOutput:
         for path in sorted(source.iterdir()):
             if path.is_file() and path.suffix not in _SKIPPED_SUFFIXES and path.name not in _SKIPPED_NAMES:
                 shutil.copyfile(path, self.directory / path.name)
+        self._write_model_card(hf_quant_config)
+
+    def _write_model_card(self, hf_quant_config: Mapping[str, Any]) -> None:
+        """Say what was done to the weights; the original card keeps its text under another name."""
+        source, card = self.checkpoint.directory, self.directory / "README.md"
+        counts = ", ".join(f"{count} modules {name}" for name, count in sorted(Counter(self.formats.values()).items()))
+        text = (
+            f"# {source.resolve().name}, quantized\n\n"
+            f"{counts}; everything else as in the original. Written by replayssm with "
+            f"{_producer(hf_quant_config)}; `hf_quant_config.json` names every format.\n"
+        )
+        if card.exists():
+            card.rename(self.directory / "ORIGINAL_README.md")
+            text += "\n`ORIGINAL_README.md` is the card of the original model: its figures are the original's.\n"
+        card.write_text(text, encoding="utf-8")
+
+
+def _producer(hf_quant_config: Mapping[str, Any]) -> str:
+    producer = hf_quant_config.get("producer", {})
+    return f"{producer.get('name', 'modelopt')} {producer.get('version', '')}".strip()
 
 
 def _nbytes(spec: Spec) -> int:

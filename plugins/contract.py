@@ -294,7 +294,7 @@ class ReplaySettings:
         if 0 < self.buffer_len < self.max_window:
             return (
                 f"buffer_len {self.buffer_len} is shorter than max_window {self.max_window}: "
-                "every full verify window rewrites the state, so replay saves nothing there",
+                f"every full verify window folds its history first; choose a buffer_len of {self.max_window} or more",
             )
         return ()
 

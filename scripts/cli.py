@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -46,10 +46,26 @@ class LazyGroup(click.Group):
         if not standalone_mode or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
             return super().main(*args, standalone_mode=standalone_mode, **extra)
         try:
-            return super().main(*args, **extra)
-        except (ValueError, OSError) as error:
-            click.echo(f"error: {_one_line(error)}", err=True)
+            # Outside standalone mode click returns the exit code of --help and the like.
+            sys.exit(super().main(*args, standalone_mode=False, **extra))
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message(), err=True)
             sys.exit(2)
+        except click.UsageError as error:
+            help_hint = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
+            _fail(error.format_message().rstrip(".") + help_hint)
+        except click.ClickException as error:
+            _fail(error.format_message())
+        except (ValueError, OSError) as error:
+            _fail(_one_line(error))
+        except click.Abort:
+            click.echo("interrupted", err=True)
+            sys.exit(130)
+
+
+def _fail(message: str) -> NoReturn:
+    click.echo(f"error: {message}", err=True)
+    sys.exit(2)
 
 
 def _one_line(error: Exception) -> str:

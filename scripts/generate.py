@@ -25,10 +25,10 @@ import click
     "prompt_files",
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
-    help="File whose whole text is a prompt; - reads standard input.",
+    help="File whose text, without a last newline, is a prompt; - reads standard input.",
 )
 @click.option("--chat", is_flag=True, help="Wrap each prompt as a user's message with the checkpoint's chat template.")
-@click.option("--max-new-tokens", default=128, show_default=True, help="Most tokens to generate.")
+@click.option("--max-new-tokens", default=512, show_default=True, help="Most tokens to generate.")
 @click.option("--temperature", default=0.0, show_default=True, help="0 always takes the most likely token.")
 @click.option("--top-k", default=0, show_default=True, help="Sample among the k most likely tokens; 0 means all.")
 @click.option("--top-p", default=1.0, show_default=True, help="Sample among the most likely tokens of this mass.")
@@ -114,10 +114,10 @@ def generate(
 
 
 def _read(path: Path) -> str:
-    if str(path) == "-":
-        return sys.stdin.read()
     try:
-        return path.read_text(encoding="utf-8")
+        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        # An editor or echo ends a text with a newline that the prompt was not meant to have.
+        return data.decode("utf-8").replace("\r\n", "\n").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error}): convert it first") from error
 
@@ -159,7 +159,10 @@ def _to_json(result: Any) -> dict[str, Any]:
 
 
 def _summary(result: Any, draft: str) -> str:
-    parts = [f"{len(result.prompt_token_ids)} + {len(result.token_ids)} tokens", f"finished by {result.finish_reason}"]
+    finish = result.finish_reason
+    if finish == "length":
+        finish += " (--max-new-tokens, or the engine's --max-seq-len, cut it off)"
+    parts = [f"{len(result.prompt_token_ids)} + {len(result.token_ids)} tokens", f"finished by {finish}"]
     if result.timing["tokens_per_s"] is not None:
         parts.append(f"{result.timing['tokens_per_s']:,.1f} tokens/s")
     parts.append(f"prompt {result.timing['prefill_s'] * 1e3:,.0f} ms")

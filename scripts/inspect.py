@@ -9,8 +9,6 @@ import click
 
 from replayssm.plugins.contract import READOUT_DTYPES, STATE_DTYPES, ReplaySettings
 
-GIB = 2**30
-
 
 @click.command()
 @click.argument("model")
@@ -63,8 +61,11 @@ def _inspect(
 ):
     from replayssm.builders.config import PUBLISHED, published, read_config
     from replayssm.builders.inspection import inspect_model, parse_size
+    from replayssm.plugins.manifest import is_engine_directory
 
     known = model in PUBLISHED or model in PUBLISHED.values()
+    if not known and is_engine_directory(Path(model)):
+        raise ValueError(f"{model} is an engine directory; give the checkpoint that it was built from")
     if not known and not Path(model).exists():
         raise ValueError(
             f"{model!r} is neither a path nor a published model; expected a checkpoint directory, a config.json or "
@@ -90,7 +91,7 @@ def _print_tables(report) -> None:
     console = Console()
     settings, slot = report.settings, report.slot
     layers = ", ".join(f"{count} {kind}" for kind, count in report.layers.items())
-    console.print(f"[bold]{report.model}[/bold]: {layers}; weights {report.weights['total'] / GIB:.2f} GiB")
+    console.print(f"[bold]{report.model}[/bold]: {layers}; weights {_readable(report.weights['total'])}")
 
     memory = Table("One sequence holds", "bytes", "", title="Memory", title_justify="left")
     ring = f"ring of {settings.ring_len} tokens (L {settings.buffer_len}, window {settings.max_window})"
@@ -109,21 +110,27 @@ def _print_tables(report) -> None:
 
     traffic = Table(
         "Recurrent state moved per token",
-        "rewriting the state",
+        "before",
         "replay",
         "ratio",
         title="Traffic",
         title_justify="left",
     )
-    drafts = f"verifying {report.draft_len} drafts, {report.acceptance_length:g} tokens a call"
+    drafts = f"{report.draft_len} drafts, {report.acceptance_length:g} tokens a call; before: snapshots"
     for name, before, after in (
-        ("decoding", report.traffic.plain, report.traffic.replay),
+        ("decoding; before: rewritten every token", report.traffic.plain, report.traffic.replay),
         (drafts, report.traffic.snapshot_speculation, report.traffic.replay_speculation),
     ):
         traffic.add_row(name, _readable(before), _readable(after), f"{before / after:.2f}x")
     for column in traffic.columns[1:]:
         column.justify = "right"
     console.print(traffic)
+    if not report.max_batch:
+        console.print(
+            f"A GPU of {_readable(report.memory_bytes)}, {_readable(report.reserve_bytes)} kept back, does not hold "
+            "the weights and one such sequence: quantize (see --weights), shorten --max-seq-len or use more GPUs."
+        )
+        return
     console.print(
         f"A GPU of {_readable(report.memory_bytes)}, {_readable(report.reserve_bytes)} kept back, holds "
         f"[bold]{report.max_batch:,}[/bold] sequences of {settings.max_seq_len:,} tokens beside the weights."

@@ -49,6 +49,12 @@ class Commands:
     def __init__(self, console: Console) -> None:
         self.console = console
 
+    def kept(self, output: Path) -> bool:
+        """Whether an earlier run made `output`; says so."""
+        if output.exists():
+            self.console.print(f"[dim]{output} is there from an earlier run[/dim]", highlight=False, soft_wrap=True)
+        return output.exists()
+
     def run(self, *arguments: str) -> None:
         self.console.print(f"[dim]$ replayssm {' '.join(arguments)}[/dim]", highlight=False, soft_wrap=True)
         replayssm.main(list(arguments), prog_name="replayssm", standalone_mode=False)
@@ -57,7 +63,7 @@ class Commands:
 def quantize(commands: Commands, name: str) -> Path:
     """NVFP4 checkpoint of an example."""
     output = WORK / f"{name}-nvfp4"
-    if not output.exists():
+    if not commands.kept(output):
         commands.run("quantize", "--checkpoint", str(EXAMPLES / name), "--output", str(output), "--recipe", "nvfp4")
     return output
 
@@ -65,7 +71,7 @@ def quantize(commands: Commands, name: str) -> Path:
 def build(commands: Commands, checkpoint: Path, buffer_len: int) -> Path:
     """Engine of a checkpoint; the baseline needs no drafts."""
     output = WORK / "engines" / f"{checkpoint.name}-L{buffer_len}"
-    if not output.exists():
+    if not commands.kept(output):
         drafts = ("--max-draft-len", str(DRAFT_LEN)) if buffer_len else ()
         commands.run(
             *("build", "--checkpoint", str(checkpoint), "--output", str(output)),
@@ -145,7 +151,8 @@ def main(clean: bool) -> None:
     for name, entry in questions.items():
         demonstrate(Commands(console), name, entry["question"], entry["answer"])
     console.print(
-        "\nThe models are tiny, so a CPU spends its time elsewhere than in the state; the gain in speed is a GPU's."
+        "\nTokens/s are of this machine at this moment. The models are tiny, and a CPU spends its time elsewhere than "
+        "in the state: what replay saves shows on a GPU. What must hold anywhere is that the text stays the same."
         "\nYour own model: [bold]replayssm quantize[/bold], [bold]replayssm build[/bold], "
         "[bold]replayssm generate[/bold]; [bold]replayssm inspect[/bold] says what replay saves on it."
     )

@@ -38,7 +38,7 @@ Tensor = Any
 
 def load_module(target: str) -> ModuleType:
     """The Python module behind a target; ValueError with the command that installs it where it is missing or old."""
-    install = f"pip install 'replayssm-trt[{target}]'"
+    install = f"pip install '.[{target}]' in the project's folder"
     for name in MODULES[target]:
         try:
             module = importlib.import_module(name)

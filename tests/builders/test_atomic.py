@@ -18,10 +18,12 @@ from replayssm.builders.atomic import atomic_directory
 FILES = 40
 WRITER = textwrap.dedent(
     """
-    import sys, time
+    import signal, sys, time
     from pathlib import Path
     from replayssm.builders.atomic import atomic_directory
 
+    # A shell that runs the tests in the background has its children ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     content = sys.argv[2]
     print("started", flush=True)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import random
 import shutil
@@ -65,7 +66,7 @@ def test_manifest_describes_model_and_limits(tiny_checkpoint, tmp_path):
     assert (manifest.limits.max_batch_size, manifest.limits.max_seq_len, manifest.limits.max_draft_len) == (2, 64, 2)
     assert (manifest.replay.buffer_len, manifest.replay.max_window) == (8, 3)
     assert manifest.replay.activation_dtype == "bfloat16"
-    assert manifest.versions["torch"] == torch.__version__
+    assert manifest.versions["torch"] == importlib.metadata.version("torch")
 
 
 def test_same_input_gives_the_same_bytes(tiny_checkpoint, tmp_path):

@@ -287,6 +287,7 @@ def test_other_files_are_copied_and_code_is_not(tiny_checkpoint, tmp_path):
     for name in ("generation_config.json", "tokenizer_config.json"):
         (source / name).write_text('{"eos_token_id": 2}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "README.md").write_text("bf16 weights, 99 %")
     (source / "modeling_own.py").write_text("raise SystemExit")
     (source / "pytorch_model.bin").write_bytes(b"pickle")
     config = json.loads((source / "config.json").read_text())
@@ -298,12 +299,18 @@ def test_other_files_are_copied_and_code_is_not(tiny_checkpoint, tmp_path):
         "hf_quant_config.json",
         "model.safetensors",
         "tokenizer.json",
+        "README.md",
+        "ORIGINAL_README.md",
         "generation_config.json",
         "tokenizer_config.json",
         "chat_template.jinja",
     }
     assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "modules fp8" in card
+    assert "99 %" not in card
+    assert (tmp_path / "out" / "ORIGINAL_README.md").read_text() == "bf16 weights, 99 %"
 
 
 def test_vision_tower_is_copied(tiny_checkpoint, quantized, tmp_path):
@@ -438,7 +445,7 @@ def test_full_disk(tiny_checkpoint, tmp_path, monkeypatch):
 
 def test_missing_modelopt(tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "modelopt.torch.quantization", None)
-    message = r"modelopt\.torch\.quantization is not installed; pip install 'replayssm-trt\[quantize\]'"
+    message = r"modelopt\.torch\.quantization is not installed; pip install '\.\[quantize\]' in the project's folder"
     assert_refused(tiny_checkpoint("nano"), tmp_path / "out", message)
 
 

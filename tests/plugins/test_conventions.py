@@ -148,7 +148,8 @@ def test_gdn_recurrence_is_transformers_gated_delta_rule():
     a, b, A_log, dt_bias = torch.randn(TOKENS, 6), torch.randn(TOKENS, 6), torch.randn(6), torch.randn(6)
     initial = torch.randn(6, 5, 7)
     expected, final = qwen3_5.torch_recurrent_gated_delta_rule(
-        *(tensor[None] for tensor in (q, k, v)),
+        # Older releases expect a key head per value head.
+        *(tensor[None] for tensor in (q.repeat_interleave(3, 1), k.repeat_interleave(3, 1), v)),
         g=(-A_log.exp() * torch.nn.functional.softplus(a + dt_bias))[None],
         beta=b.sigmoid()[None],
         initial_state=initial.transpose(1, 2)[None],

@@ -34,12 +34,12 @@ def test_missing_torch_is_reported() -> None:
 
 
 def test_missing_modelopt_names_the_extra() -> None:
-    assert assess_quantization(NOTHING).next_step == "pip install 'replayssm-trt[quantize]'"
+    assert assess_quantization(NOTHING).next_step == "pip install '.[quantize]' in the project's folder"
     assert assess_quantization(NOTHING | {"nvidia-modelopt": "0.47.0"}).works
 
 
 @pytest.mark.parametrize(
-    ("version", "word"), [("10.9.0.34", "older than 10.15"), ("11.4.0.106", "does not run them yet")]
+    ("version", "word"), [("10.9.0.34", "older than 10.15"), ("11.4.0.106", "does not run them")]
 )
 def test_tensorrt_versions_are_compared_as_numbers(version: str, word: str) -> None:
     """10.9 is older than 10.15, though not as text."""
@@ -49,7 +49,7 @@ def test_tensorrt_versions_are_compared_as_numbers(version: str, word: str) -> N
 
 
 def test_tensorrt_rtx_compiles_but_does_not_run() -> None:
-    assert assess_targets(NOTHING, (), None)["tensorrt-rtx"].next_step == "pip install 'replayssm-trt[tensorrt-rtx]'"
+    assert assess_targets(NOTHING, (), None)["tensorrt-rtx"].next_step.startswith("pip install '.[tensorrt-rtx]'")
     status = assess_targets(NOTHING | {"tensorrt-rtx": "1.7.1.116"}, (), None)["tensorrt-rtx"]
     assert not status.works
     assert "compiles plans" in status.detail

@@ -69,7 +69,7 @@ def test_missing_package_of_a_target(tiny_checkpoint, tmp_path, monkeypatch, tar
     result = build("--checkpoint", tiny_checkpoint("nano"), "--output", tmp_path / "engine", "--target", target)
     assert result.exit_code == 2
     expected = f"the {target} target needs the package {target}, which is not installed"
-    assert result.stderr == f"error: {expected}: pip install 'replayssm-trt[{target}]'\n"
+    assert result.stderr == f"error: {expected}: pip install '.[{target}]' in the project's folder\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -111,7 +111,9 @@ def test_threads_wait_without_spinning(runner, monkeypatch, given, used):
 def test_wrong_usage(runner, arguments):
     result = runner.invoke(cli.main, arguments)
     assert result.exit_code == 2
-    assert "Error: " in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.endswith("--help)\n")
+    assert result.stderr.count("\n") == 1
 
 
 def test_console_script():

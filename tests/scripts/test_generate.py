@@ -179,6 +179,14 @@ def test_bad_input(engine, arguments, message):
     assert message in result.stderr
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_the_last_newline_of_a_prompt_file_is_the_editors(engine, tmp_path, end):
+    (tmp_path / "prompt.txt").write_bytes(f"{PROMPT}{end}".encode())
+    result = generate(engine, "--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", 1, "--json")
+    plain = generate(engine, "--prompt", PROMPT, "--max-new-tokens", 1, "--json")
+    assert json.loads(result.stdout)["prompt_token_ids"] == json.loads(plain.stdout)["prompt_token_ids"]
+
+
 def test_prompt_file_that_is_not_text(engine, tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     result = generate(engine, "--prompt-file", tmp_path / "binary")
