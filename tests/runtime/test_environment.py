@@ -38,9 +38,7 @@ def test_missing_modelopt_names_the_extra() -> None:
     assert assess_quantization(NOTHING | {"nvidia-modelopt": "0.47.0"}).works
 
 
-@pytest.mark.parametrize(
-    ("version", "word"), [("10.9.0.34", "older than 10.15"), ("11.4.0.106", "does not run them")]
-)
+@pytest.mark.parametrize(("version", "word"), [("10.9.0.34", "older than 10.15"), ("11.4.0.106", "does not run them")])
 def test_tensorrt_versions_are_compared_as_numbers(version: str, word: str) -> None:
     """10.9 is older than 10.15, though not as text."""
     status = assess_targets(NOTHING | {"tensorrt": version}, H200, "580.1.2")["tensorrt"]
