@@ -8,8 +8,9 @@ Every segment between two stateful operators is a plan; the weights of the state
 Segments are compiled one after the other and hold their weights, most of them views of the checkpoint's files, only
 while they are.
 
-Both describe in `plans.json` what a runtime needs, and give a plan one optimization profile per phase, so that weights
-exist once.
+Both describe in `plans.json` what a runtime needs, and give a plan one optimization profile per phase, so that phases
+share their weights. What exists more than once: a table that two plans read, such as a tied output head cut from its
+embedding, or the embedding and head that a draft head shares; and rope tables, once per plan that rotates.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def write_tensorrt(
         )
         file = f"{PLANS_FOLDER}/{network.name}.plan"
         (directory / file).write_bytes(layers.compile(phases))
+        del layers
         described[network.name] = {"file": file, "aliases": aliases}
         report(set(network.weights), network.name)
     _describe(directory, module, phases, described, {"arch": arch, "unpacked": unpacked})
@@ -262,10 +264,10 @@ def _write_plans(
             continue
         name = f"{network.name}-{len(steps):03d}"
         file = f"{PLANS_FOLDER}/{name}.plan"
-        layers = emit_segment(
-            Layers(module, name), network, step, lambda weight: plan[weight].load(read, allow_view=True), replay
-        )
+        layers = Layers(module, name)
+        emit_segment(layers, network, step, lambda weight: plan[weight].load(read, allow_view=True), replay)
         (directory / file).write_bytes(layers.compile(phases))
+        del layers  # with its weights, before the next segment's are read
         steps.append({"kind": "plan", "file": file, **described})
         report({name for node in network.nodes[step.start : step.stop] for name in node.inputs}, name)
     return steps
@@ -281,7 +283,7 @@ def _once_per_weight(plan: Mapping[str, WeightRecipe], progress: Progress) -> Ca
     return report
 
 
-def emit_segment(layers: Layers, network: Network, segment: Segment, read: Read, replay: ReplaySettings) -> Layers:
+def emit_segment(layers: Layers, network: Network, segment: Segment, read: Read, replay: ReplaySettings) -> None:
     """Emit a segment with its inputs and outputs into `layers`, under the names of the network's values."""
     lowering = Lowering(network, layers, read, replay.max_seq_len)
     for name in segment.inputs:
@@ -291,4 +293,3 @@ def emit_segment(layers: Layers, network: Network, segment: Segment, read: Read,
     for name in segment.outputs:
         spec = network.spec(name)
         layers.output(name, lowering.values[name], spec.dtype, spec.shape)
-    return layers

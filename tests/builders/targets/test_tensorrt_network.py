@@ -23,6 +23,7 @@ from replayssm.plugins.nvfp4 import dequantize
 from replayssm.plugins.state import allocate_state, raise_on_error
 from replayssm.plugins.tensorrt_ops import OPERATORS, PluginSpec
 from replayssm.runtime.executor import Executor
+from replayssm.runtime.session import PREFILL_CHUNK
 
 SLOTS = 2
 SETTINGS = ReplaySettings(max_seq_len=64, max_window=4)
@@ -185,3 +186,11 @@ def test_attributes_of_a_plugin_fit_its_node():
     state = network.states[node.state]
     spec = PluginSpec(state.geometry, SETTINGS, 8, 90, state.layer)
     assert spec.operator == node.op
+
+
+def test_the_prefill_profile_covers_a_sessions_chunk():
+    """builders and runtime share no code; this is where the two numbers meet."""
+    assert tensorrt.PREFILL_TOKENS == PREFILL_CHUNK
+    prefill = tensorrt.profiles(Limits(4, 512, 3))[-1]
+    assert prefill.sizes["T"] == (1, PREFILL_CHUNK, 4 * 4 + PREFILL_CHUNK)
+    assert [profile.name for profile in tensorrt.profiles(Limits(4, 512, 0))] == ["decode", "prefill"]

@@ -64,11 +64,11 @@ def compile_network(module, network, plan, phases):
     return sizes
 
 
-TYPES = {"bfloat16": "BF16", "float32": "FLOAT", "int32": "INT32", "int64": "INT64"}
+TYPES = {"bfloat16": "BF16", "float16": "HALF", "float32": "FLOAT", "int32": "INT32", "int64": "INT64"}
 
 
-def networks_of(config, module_format):
-    return build_networks(config, {module: module_format for module in quantizable_modules(config)}, "bfloat16")
+def networks_of(config, module_format, dtype="bfloat16"):
+    return build_networks(config, dict.fromkeys(quantizable_modules(config), module_format), dtype)
 
 
 @pytest.mark.parametrize("module_format", ["dense", "w4a16_nvfp4", "nvfp4"])
@@ -79,6 +79,12 @@ def test_tiny_layouts(rtx, name, module_format):
     phases = profiles(Limits(4, 64, 3))[-1:]
     for network in (networks.main, networks.mtp) if module_format == "dense" else (networks.main,):
         assert all(size > 0 for size in compile_network(rtx, network, networks.weight_plan, phases))
+
+
+@pytest.mark.parametrize(("dtype", "module_format"), [("float16", "nvfp4"), ("float32", "dense")])
+def test_other_activation_dtypes(rtx, dtype, module_format):
+    networks = networks_of(read_config(TINY_CONFIGS["qwen"]), module_format, dtype)
+    assert compile_network(rtx, networks.main, networks.weight_plan, profiles(Limits(4, 64, 3))[-1:])
 
 
 @pytest.mark.parametrize("name", ["nano", "qwen_moe"])
