@@ -60,6 +60,13 @@ class Lowering:
         """A weight as a constant, once per plan. change, keyed by `key`: applied when the weight is read."""
         return self.once((name, key), lambda: change(self.read(name)) if change else self.read(name))
 
+    def packed_weight(self, name: str) -> Tensor:
+        """Packed bytes as an fp4 constant, once per plan."""
+        key = (name, "packed")
+        if key not in self._constants:
+            self._constants[key] = self.layers.packed_constant(self.read(name))
+        return self._constants[key]
+
     def once(self, key: object, make: Callable[[], torch.Tensor]) -> Tensor:
         if key not in self._constants:
             self._constants[key] = self.layers.constant(make())
@@ -144,11 +151,8 @@ class _Projection:
         if self.format == "fp8":
             wide = layers.dequantize(low.weight(weight), self._shared_scale(self.tensors[1]), "float32")
             return layers.cast(wide, self.dtype)
-        key = (weight, "packed")
-        if key not in low._constants:
-            low._constants[key] = layers.packed_constant(low.read(weight))
         scale = layers.dequantize(low.weight(self.tensors[1]), self._shared_scale(self.tensors[2]), "float32")
-        return layers.cast(layers.dequantize(low._constants[key], scale, "float32", blocked=True), self.dtype)
+        return layers.cast(layers.dequantize(low.packed_weight(weight), scale, "float32", blocked=True), self.dtype)
 
     def _quantized(self, x: Tensor) -> Tensor:
         if self.activations is None or self.unpacked:
