@@ -17,7 +17,9 @@ from replayssm.builders.checkpoint import Checkpoint
 from replayssm.builders.config import ModelConfig
 from replayssm.builders.models import build_networks
 from replayssm.builders.parameters import WeightRecipe
+from replayssm.builders.targets import tensorrt as tensorrt_target
 from replayssm.builders.targets import torch as torch_target
+from replayssm.builders.targets.tensorrt_layers import load_module
 from replayssm.plugins.contract import ACTIVATION_DTYPES, ELEMENT_BITS, ReplaySettings
 from replayssm.plugins.manifest import (
     MANIFEST_NAME,
@@ -31,8 +33,11 @@ from replayssm.plugins.network import Network
 from replayssm.plugins.reference.layout import require_supported
 from replayssm.plugins.state import allocate_state
 
-TARGETS = {"torch": torch_target.write}
-PLANNED_TARGETS = ("tensorrt", "tensorrt-rtx")
+TARGETS = {
+    "torch": torch_target.write_target,
+    "tensorrt": tensorrt_target.write_tensorrt,
+    "tensorrt-rtx": tensorrt_target.write_rtx,
+}
 DEFAULT_MAX_SEQ_LEN = 4096
 
 COPIED_FILES = (
@@ -119,7 +124,7 @@ def build_engine(
     Raises ValueError for a checkpoint or options that cannot be built, OSError where the disk fails.
     """
     options = options or BuildOptions()
-    write_target = _target(options.target)
+    _check_target(options.target)
     _check_paths(Path(checkpoint), Path(output))
     opened = Checkpoint.open(checkpoint)
     config = opened.config
@@ -128,12 +133,14 @@ def build_engine(
     traced = build_networks(config, opened.module_format, replay.activation_dtype)
     networks = {network.name: network for network in (traced.main, traced.mtp) if network is not None}
     plan = traced.weight_plan
-    _check_states(networks.values(), replay)
+    _check_states(networks.values(), replay, options.target)
     with atomic_directory(Path(output), overwrite, is_engine_directory) as directory:
         total = sum(recipe.nbytes for recipe in plan.values())
         _check_space(directory, total)
         _copy_files(Path(checkpoint), directory)
-        write_target(directory, networks, plan, opened.tensor, _cumulative(progress, total))
+        kernels = TARGETS[options.target](
+            directory, networks, plan, opened.tensor, _cumulative(progress, total), limits, replay
+        )
         manifest = EngineManifest(
             model=_describe_model(config, Path(checkpoint), traced.mtp is not None),
             quantization=_describe_quantization(plan),
@@ -144,17 +151,18 @@ def build_engine(
             checkpoint={"name": _checkpoint_name(Path(checkpoint)), "identity": opened.identity},
             networks=torch_target.NETWORKS_FILE,
             files=_list_files(directory),
+            kernels=kernels,
         )
         (directory / MANIFEST_NAME).write_text(json.dumps(manifest.to_json(), indent=2) + "\n", encoding="utf-8")
     return manifest
 
 
-def _target(name: str) -> Callable[..., None]:
-    if name in TARGETS:
-        return TARGETS[name]
-    if name in PLANNED_TARGETS:
-        raise ValueError(f"this version builds only the torch target, {name} follows later: use --target torch")
-    raise ValueError(f"target must be one of {', '.join((*TARGETS, *PLANNED_TARGETS))}, got {name!r}")
+def _check_target(name: str) -> None:
+    """A missing package must fail here, not after minutes of work."""
+    if name not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {name!r}")
+    if name != "torch":
+        load_module(name)
 
 
 def _check_paths(checkpoint: Path, output: Path) -> None:
@@ -163,9 +171,9 @@ def _check_paths(checkpoint: Path, output: Path) -> None:
         raise ValueError(f"the output {output} holds the checkpoint {checkpoint}: choose another output")
 
 
-def _check_states(networks: Iterable[Network], replay: ReplaySettings) -> None:
-    """Settings that the torch target's operators or a layer's state refuse must fail here, not at the first token."""
-    require_supported("the torch target", replay.readout_dtype)
+def _check_states(networks: Iterable[Network], replay: ReplaySettings, target: str) -> None:
+    """Settings that the operators or a layer's state refuse must fail here, not at the first token."""
+    require_supported(f"the {target} target", replay.readout_dtype)
     for network in networks:
         for state in network.states.values():
             allocate_state(state.geometry, replay, 1, "meta")

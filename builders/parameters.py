@@ -70,8 +70,12 @@ class WeightRecipe:
             for piece in source.reshape(-1).split(PIECE_ELEMENTS):
                 yield piece.to(torch_dtype(self.dtype)).contiguous()
 
-    def load(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """The whole weight."""
+    def load(self, read: Callable[[str], torch.Tensor], allow_view: bool = False) -> torch.Tensor:
+        """The whole weight. allow_view: return what `read` gives where it is stored as the engine wants it."""
+        if allow_view and not self.stacked:
+            source = read(self.sources[0])
+            if source.dtype == torch_dtype(self.dtype) and source.is_contiguous():
+                return _checked(self.sources[0], source, self.dtype, self.shape).view(self.shape)
         weight = torch.empty(self.shape, dtype=torch_dtype(self.dtype))
         flat, filled = weight.view(-1), 0
         for piece in self.pieces(read):

@@ -25,6 +25,9 @@ FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2}
 EMBEDDED_SHARED_BYTES = 48 * 1024
 """Shared memory that a kernel embedded in a TensorRT plugin may use."""
 
+ATTENTION_SHARED_BYTES = 99 * 1024
+"""Shared memory of an attention block that is launched by us: what every supported architecture has."""
+
 CONV_CHUNK = 64
 """Tokens of a long convolution window that one thread walks."""
 
@@ -199,8 +202,13 @@ def conv_config(geometry: ConvGeometry, settings: ReplaySettings, has_bias: bool
 
 
 @cache
-def attention_config(geometry: AttentionGeometry, settings: ReplaySettings, query_heads: int) -> KernelConfig:
-    """Attention kernel: blocks are (token, KV head and tile of 16 query heads); `blocks_x` is left to the call."""
+def attention_config(
+    geometry: AttentionGeometry, settings: ReplaySettings, query_heads: int, embedded: bool = False
+) -> KernelConfig:
+    """Attention kernel: blocks are (token, KV head and tile of 16 query heads); `blocks_x` is left to the call.
+
+    embedded: as many warps as the shared memory of a TensorRT plugin allows.
+    """
     if settings.activation_dtype not in ("bfloat16", "float16"):
         raise UnsupportedGeometryError(f"attention_window: activations {settings.activation_dtype} have no kernel")
     if geometry.head_dim % 16 or geometry.head_dim > 256 or query_heads % geometry.num_kv_heads:
@@ -208,17 +216,26 @@ def attention_config(geometry: AttentionGeometry, settings: ReplaySettings, quer
             f"attention_window: needs a head_dim in 16s up to 256 and query heads in groups, got {query_heads} for "
             f"{geometry}"
         )
-    stride = (geometry.head_dim + 8) * 2
-    shared = max(4 * 2 * 16 * stride, 4 * 16 * geometry.head_dim * 4) + 16 * stride + 2 * 4 * 16 * 4 + 4
+    capacity = EMBEDDED_SHARED_BYTES if embedded else ATTENTION_SHARED_BYTES
+    shared = {warps: _attention_shared_bytes(geometry.head_dim, warps) for warps in (4, 2, 1)}
+    warps = next(warps for warps, nbytes in shared.items() if nbytes <= capacity)
     defines = {
         "KV_HEADS": geometry.num_kv_heads,
         "GROUP": query_heads // geometry.num_kv_heads,
         "HEAD_DIM": geometry.head_dim,
+        "WARPS": warps,
         "ACTIVATION_FORMAT": FORMATS[settings.activation_dtype],
-        "SHARED_BYTES": round_up(shared, 16),
+        "SHARED_BYTES": shared[warps],
         "BULK_COPY": 0,
     }
-    return KernelConfig("attention_window", tuple(sorted(defines.items())), 1, 128, round_up(shared, 16))
+    return KernelConfig("attention_window", tuple(sorted(defines.items())), 1, 32 * warps, shared[warps])
+
+
+def _attention_shared_bytes(head_dim: int, warps: int) -> int:
+    """sizeof(Shared) of the attention kernel, which checks it at compile time."""
+    stride = (head_dim + 8) * 2
+    tiles, sums = warps * 2 * 16 * stride, warps * 16 * head_dim * 4
+    return round_up(max(tiles, sums) + 16 * stride + 2 * warps * 16 * 4 + 4, 16)
 
 
 def _check(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, rows: int, columns: int) -> None:

@@ -42,8 +42,8 @@ class Engine:
         manifest = read_manifest(directory)
         if manifest.target not in SUPPORTED_TARGETS:
             raise EngineDirectoryError(
-                f"{directory} was built for target {manifest.target!r}; this version runs "
-                f"{', '.join(SUPPORTED_TARGETS)}: rebuild it with --target torch"
+                f"{directory} was built for target {manifest.target!r}, whose plans this version does not run yet, "
+                f"only engines for {', '.join(SUPPORTED_TARGETS)}: rebuild it with --target torch"
             )
         verify_files(directory, manifest, verify)
         networks = _read_networks(directory / manifest.networks)

@@ -19,7 +19,7 @@ PACKAGES = {
     "nvidia-cuda-nvrtc": ("nvidia-cuda-nvrtc",),
     "cuda-bindings": ("cuda-bindings",),
     "tensorrt": ("tensorrt-cu13", "tensorrt-cu12", "tensorrt"),
-    "tensorrt-rtx": ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx"),
+    "tensorrt-rtx": ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx", "tensorrt-rtx-cu13-bindings"),
     "tensorrt-llm": ("tensorrt-llm",),
 }
 """Packages that matter, each with the distributions that provide it."""
@@ -79,7 +79,7 @@ def assess_targets(packages: dict[str, str | None], gpus: tuple[Gpu, ...], drive
     return {
         "torch": _assess_torch(packages, gpus, driver),
         "tensorrt": _assess_tensorrt(packages, gpus),
-        "tensorrt-rtx": _not_yet(packages["tensorrt-rtx"], "TensorRT-RTX"),
+        "tensorrt-rtx": _assess_tensorrt_rtx(packages["tensorrt-rtx"]),
         "tensorrt-llm": _not_yet(packages["tensorrt-llm"], "TensorRT-LLM"),
     }
 
@@ -101,7 +101,7 @@ def _assess_torch(packages: dict[str, str | None], gpus: tuple[Gpu, ...], driver
 def assess_quantization(packages: dict[str, str | None]) -> Status:
     version = packages["nvidia-modelopt"]
     if version is None:
-        return Status(False, "modelopt is not installed", "pip install '.[quantize]' in the project's folder")
+        return Status(False, "modelopt is not installed", _install("quantize"))
     return Status(True, f"modelopt {version}")
 
 
@@ -109,15 +109,33 @@ def _assess_tensorrt(packages: dict[str, str | None], gpus: tuple[Gpu, ...]) -> 
     version = packages["tensorrt"]
     if version is not None and _version_tuple(version) < OLDEST_TENSORRT:
         oldest = ".".join(map(str, OLDEST_TENSORRT))
-        return Status(
-            False, f"TensorRT {version} is older than {oldest}", "pip install '.[tensorrt]' in the project's folder"
-        )
-    return _not_yet(version, "TensorRT")
+        return Status(False, f"TensorRT {version} is older than {oldest}", _install("tensorrt"))
+    if version is None:
+        return Status(False, "TensorRT is not installed", _install("tensorrt"))
+    return Status(
+        False,
+        f"TensorRT {version} may build plans, which nobody has tried; this version does not run them",
+        "nothing: it follows in a later version",
+    )
+
+
+def _assess_tensorrt_rtx(version: str | None) -> Status:
+    if version is None:
+        return Status(False, "TensorRT-RTX is not installed", _install("tensorrt-rtx"))
+    return Status(
+        False,
+        f"TensorRT-RTX {version} compiles plans, which this version does not run",
+        "nothing: it follows in a later version",
+    )
 
 
 def _not_yet(version: str | None, name: str) -> Status:
     found = f"{name} {version} is installed, but" if version else f"{name} is not installed, and"
-    return Status(False, f"{found} this version builds only the torch target", "nothing: it follows in a later version")
+    return Status(False, f"{found} this version has no target for it", "nothing: it follows in a later version")
+
+
+def _install(extra: str) -> str:
+    return f"pip install '.[{extra}]' in the project's folder"
 
 
 def _first_version(distributions: tuple[str, ...]) -> str | None:

@@ -29,7 +29,7 @@ from replayssm.plugins.contract import ACTIVATION_DTYPES, READOUT_DTYPES, STATE_
     type=click.Choice(["torch", "tensorrt", "tensorrt-rtx"]),
     default="torch",
     show_default=True,
-    help="What will run the engine.",
+    help="What will run the engine: only torch runs in this version, the others compile plans.",
 )
 @click.option("--max-batch-size", default=8, show_default=True, help="Sequences at the same time.")
 @click.option("--max-seq-len", type=int, help="Prompt and output of a sequence.  [default: the model's, up to 4096]")
@@ -46,7 +46,7 @@ from replayssm.plugins.contract import ACTIVATION_DTYPES, READOUT_DTYPES, STATE_
     type=click.Choice(READOUT_DTYPES),
     default="same",
     show_default=True,
-    help="Format of the copy of the state that outputs are computed from.",
+    help="Copy of the state that outputs are computed from; no target of this version has one yet.",
 )
 @click.option(
     "--dtype",

@@ -14,6 +14,8 @@ import torch
 
 from replayssm.builders.parameters import WeightRecipe
 from replayssm.builders.safetensors_file import SafetensorsWriter, plan_shards
+from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.manifest import Limits
 from replayssm.plugins.network import Network
 
 NETWORKS_FILE = "networks.json"
@@ -34,8 +36,38 @@ def write(
     plan: how each weight is obtained; read: canonical checkpoint name -> tensor.
     progress: called with the bytes just written and the weight's name.
     """
+    write_networks(directory, networks)
+    write_weights(directory, plan, read, progress, shard_bytes)
+
+
+def write_target(
+    directory: Path,
+    networks: Mapping[str, Network],
+    plan: Mapping[str, WeightRecipe],
+    read: Callable[[str], torch.Tensor],
+    progress: Callable[[int, str], None],
+    limits: Limits,
+    replay: ReplaySettings,
+) -> dict[str, str]:
+    """`write` with the signature of all targets. Returns no kernels: none are embedded."""
+    write(directory, networks, plan, read, progress)
+    return {}
+
+
+def write_networks(directory: Path, networks: Mapping[str, Network]) -> None:
+    """Write NETWORKS_FILE, which every target has."""
     content = json.dumps({name: network.to_json() for name, network in networks.items()}, separators=(",", ":"))
     (directory / NETWORKS_FILE).write_text(content, encoding="utf-8")
+
+
+def write_weights(
+    directory: Path,
+    plan: Mapping[str, WeightRecipe],
+    read: Callable[[str], torch.Tensor],
+    progress: Callable[[int, str], None] = lambda nbytes, name: None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the weights of `plan` as safetensors shards below WEIGHTS_FOLDER."""
     folder = directory / WEIGHTS_FOLDER
     folder.mkdir()
     shards = plan_shards(((name, recipe.nbytes) for name, recipe in plan.items()), shard_bytes, stem="weights")

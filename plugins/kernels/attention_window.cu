@@ -2,10 +2,10 @@
 // heads that share a KV head; its warps split the positions and merge their running softmax at the end. The window's own
 // keys and values are read from the inputs, earlier ones from the cache. See plugins/reference/attention.py.
 //
-// Stamped in: KV_HEADS, GROUP (query heads per KV head), HEAD_DIM, ACTIVATION_FORMAT, SHARED_BYTES.
+// Stamped in: KV_HEADS, GROUP (query heads per KV head), HEAD_DIM, WARPS, ACTIVATION_FORMAT, SHARED_BYTES.
 #include "rows.cuh"
 
-constexpr int WARPS = 4, THREADS = WARPS * 32, QUERY_TILES = (GROUP + 15) / 16;
+constexpr int THREADS = WARPS * 32, QUERY_TILES = (GROUP + 15) / 16;
 constexpr int STRIDE = HEAD_DIM + 8, POSITIONS = 16, OUTPUT_TILES = HEAD_DIM / 8;
 
 struct Tile {

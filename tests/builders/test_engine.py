@@ -131,8 +131,6 @@ def test_existing_output(tiny_checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": "tensorrt"}, "builds only the torch target"),
-        ({"target": "tensorrt-rtx"}, "builds only the torch target"),
         ({"target": "onnx"}, "target must be one of torch"),
         ({"max_seq_len": 10**7}, "max_position_embeddings"),
         ({"max_batch_size": 0}, "max_batch_size must be an integer >= 1"),

@@ -3,7 +3,7 @@
 import pytest
 
 from replayssm.plugins import geometry as geo
-from replayssm.plugins.contract import ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
 
 TARGETS = {
     "nano4b": Mamba2Geometry(96, 80, 128, 8),
@@ -85,3 +85,12 @@ def test_convolution() -> None:
     assert config.blocks_x * config.threads * 8 >= 10240
     with pytest.raises(geo.UnsupportedGeometryError, match="multiples of 8"):
         geo.conv_config(ConvGeometry(12, 4), ReplaySettings(), True, "bfloat16")
+
+
+@pytest.mark.parametrize(("head_dim", "warps"), [(32, 4), (128, 4), (256, 2)])
+def test_attention_fits_a_plugin_with_fewer_warps(head_dim, warps):
+    geometry = AttentionGeometry(2, head_dim)
+    embedded = geo.attention_config(geometry, ReplaySettings(), 16, embedded=True)
+    assert dict(embedded.defines)["WARPS"] == warps == embedded.threads // 32
+    assert embedded.shared_bytes <= geo.EMBEDDED_SHARED_BYTES
+    assert dict(geo.attention_config(geometry, ReplaySettings(), 16).defines)["WARPS"] == 4

@@ -38,14 +38,19 @@ def test_missing_modelopt_names_the_extra() -> None:
     assert assess_quantization(NOTHING | {"nvidia-modelopt": "0.47.0"}).works
 
 
-@pytest.mark.parametrize(
-    ("version", "word"), [("10.9.0.34", "older than 10.15"), ("11.4.0.106", "only the torch target")]
-)
+@pytest.mark.parametrize(("version", "word"), [("10.9.0.34", "older than 10.15"), ("11.4.0.106", "does not run them")])
 def test_tensorrt_versions_are_compared_as_numbers(version: str, word: str) -> None:
     """10.9 is older than 10.15, though not as text."""
     status = assess_targets(NOTHING | {"tensorrt": version}, H200, "580.1.2")["tensorrt"]
     assert not status.works
     assert word in status.detail
+
+
+def test_tensorrt_rtx_compiles_but_does_not_run() -> None:
+    assert assess_targets(NOTHING, (), None)["tensorrt-rtx"].next_step.startswith("pip install '.[tensorrt-rtx]'")
+    status = assess_targets(NOTHING | {"tensorrt-rtx": "1.7.1.116"}, (), None)["tensorrt-rtx"]
+    assert not status.works
+    assert "compiles plans" in status.detail
 
 
 def test_driver_version_is_read_from_the_kernel_file(tmp_path, monkeypatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from click.testing import CliRunner
 
@@ -57,14 +59,17 @@ def test_useless_settings_are_warned_about(tiny_checkpoint, tmp_path):
     assert "warning: buffer_len 4 is shorter than max_window 8" in result.stderr
 
 
-@pytest.mark.parametrize("target", ["tensorrt", "tensorrt-rtx"])
-def test_targets_of_later_versions(tiny_checkpoint, tmp_path, target):
+@pytest.mark.parametrize(
+    ("target", "modules"),
+    [("tensorrt", ["tensorrt"]), ("tensorrt-rtx", ["tensorrt_rtx", "tensorrt_rtx_bindings"])],
+)
+def test_missing_package_of_a_target(tiny_checkpoint, tmp_path, monkeypatch, target, modules):
+    for name in modules:
+        monkeypatch.setitem(sys.modules, name, None)
     result = build("--checkpoint", tiny_checkpoint("nano"), "--output", tmp_path / "engine", "--target", target)
     assert result.exit_code == 2
-    assert (
-        result.stderr
-        == f"error: this version builds only the torch target, {target} follows later: use --target torch\n"
-    )
+    expected = f"the {target} target needs the package {target}, which is not installed"
+    assert result.stderr == f"error: {expected}: pip install '.[{target}]' in the project's folder\n"
     assert list(tmp_path.iterdir()) == []
 
 

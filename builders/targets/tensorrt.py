@@ -1,0 +1,295 @@
+"""The targets `tensorrt`, one plan per network, and `tensorrt-rtx`, a network cut at its stateful operators.
+
+`tensorrt` embeds our kernels as plugin layers and compiles on the GPU that will run the plan. This was written against
+NVIDIA's documentation and headers; no plan has been built with it yet.
+
+TensorRT-RTX has no plugin layers. It compiles on a machine without a GPU and finishes on the GPU that loads the plan.
+Every segment between two stateful operators is a plan; the weights of the stateful operators lie beside the plans.
+Segments are compiled one after the other and hold their weights, most of them views of the checkpoint's files, only
+while they are.
+
+Both describe in `plans.json` what a runtime needs, and give a plan one optimization profile per phase, so that phases
+share their weights. What exists more than once: a table that two plans read, such as a tied output head cut from its
+embedding, or the embedding and head that a draft head shares; and rope tables, once per plan that rotates.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from replayssm.builders.parameters import WeightRecipe
+from replayssm.builders.targets import torch as torch_target
+from replayssm.builders.targets.tensorrt_layers import Layers, Profile, Tensor, load_module
+from replayssm.builders.targets.tensorrt_operators import Lowering
+from replayssm.builders.targets.tensorrt_segments import Segment, cut
+from replayssm.plugins import tensorrt_ops
+from replayssm.plugins.contract import ReplaySettings, state_parts
+from replayssm.plugins.manifest import Limits
+from replayssm.plugins.network import Network
+from replayssm.plugins.state import torch_dtype
+from replayssm.plugins.tensorrt_ops import PluginSpec
+
+PLANS_FILE = "plans.json"
+PLANS_FOLDER = "plans"
+PLANS_VERSION = 1
+PREFILL_TOKENS = 256
+"""Tokens of one prefill chunk, as `runtime.session` cuts prompts."""
+
+Read = Callable[[str], torch.Tensor]
+Progress = Callable[[int, str], None]
+
+
+def write_tensorrt(
+    directory: Path,
+    networks: Mapping[str, Network],
+    plan: Mapping[str, WeightRecipe],
+    read: Read,
+    progress: Progress,
+    limits: Limits,
+    replay: ReplaySettings,
+) -> dict[str, str]:
+    """Write one plan per network and their description below `directory`, for the GPU of this machine.
+
+    plan, read, progress: as for the torch target. Returns the plugins that are embedded, by operator.
+    """
+    module = load_module("tensorrt")
+    trtp = importlib.import_module(f"{module.__name__}.plugin")
+    require_dtype("tensorrt", replay.activation_dtype)
+    arch, phases = _build_arch(), profiles(limits)
+    specs = {network.name: plugin_specs(network, replay, limits.max_batch_size, arch) for network in networks.values()}
+    unpacked = formats_to_unpack(plan, arch)
+    torch_target.write_networks(directory, networks)
+    (directory / PLANS_FOLDER).mkdir()
+    described, report = {}, _once_per_weight(plan, progress)
+    for network in networks.values():
+        layers = Layers(module, network.name)
+        aliases = emit_network(
+            layers,
+            network,
+            specs[network.name],
+            lambda weight: plan[weight].load(read, allow_view=True),
+            partial(tensorrt_ops.plugin_call, trtp),
+            unpacked,
+        )
+        file = f"{PLANS_FOLDER}/{network.name}.plan"
+        (directory / file).write_bytes(layers.compile(phases))
+        del layers
+        described[network.name] = {"file": file, "aliases": aliases}
+        report(set(network.weights), network.name)
+    _describe(directory, module, phases, described, {"arch": arch, "unpacked": unpacked})
+    return tensorrt_ops.register(trtp)
+
+
+def _build_arch() -> int:
+    """Compute capability (major * 10 + minor) of the GPU that plans are built on and for."""
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "the tensorrt target times kernels on the GPU that it builds for, and this machine has none: "
+            "use --target torch, or tensorrt-rtx, which compiles without one"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    return major * 10 + minor
+
+
+def formats_to_unpack(plan: Mapping[str, WeightRecipe], arch: int) -> tuple[str, ...]:
+    """Weight formats of `plan` that GPUs of this architecture have no products for; a warning says what they cost."""
+    formats = []
+    for name, dtype, oldest, growth in (("nvfp4", "uint8", 100, 4), ("fp8", "float8_e4m3fn", 89, 2)):
+        # Block scales of NVFP4 weights are float8 too.
+        held = sum(r.nbytes for n, r in plan.items() if r.dtype == dtype and n.endswith(".weight"))
+        if held and arch < oldest:
+            warnings.warn(
+                f"compute capability {arch / 10} has no {name} products: {held / 1e9:.2f} GB of weights become "
+                f"{growth * held / 1e9:.2f} GB in the plan",
+                stacklevel=2,
+            )
+            formats.append(name)
+    return tuple(formats)
+
+
+def plugin_specs(network: Network, replay: ReplaySettings, slots: int, arch: int) -> dict[str, PluginSpec]:
+    """What each stateful node's plugin is compiled for, by state name. UnsupportedGeometryError where none fits."""
+    specs = {}
+    for node in network.nodes:
+        if node.state is None:
+            continue
+        state = network.states[node.state]
+        heads, scale = 0, 0.0
+        if node.op == "attention_window":
+            heads, scale = network.spec(node.inputs[0]).shape[1], node.attributes["scale"]
+        spec = PluginSpec(state.geometry, replay, slots, arch, state.layer, heads, scale)
+        tensorrt_ops.kernel_config(spec)
+        specs[node.state] = spec
+    return specs
+
+
+def emit_network(
+    layers: Layers,
+    network: Network,
+    specs: Mapping[str, PluginSpec],
+    read: Read,
+    plugin_call: Callable[[PluginSpec, list[Tensor]], Any],
+    unpacked: Sequence[str] = (),
+) -> dict[str, str]:
+    """Emit a whole network with a plugin layer for every stateful node.
+
+    State parts are inputs "<state>.<part>" [slots, ...], error flags "<state>.error_flag" [1]; what a plugin writes in
+    place is the output "<input>.out". Returns output -> input of those: a runtime binds both to one address.
+    """
+    positions = max((spec.settings.max_seq_len for spec in specs.values()), default=1)
+    lowering = Lowering(network, layers, read, positions, unpacked)
+    read_inputs = {name for node in network.nodes for name in node.inputs}
+    for name, spec in network.inputs.items():
+        if name in read_inputs:
+            lowering.values[name] = layers.input(name, spec.dtype, spec.shape)
+    aliases: dict[str, str] = {}
+    for node in network.nodes:
+        if node.state is None:
+            lowering.emit([node])
+            continue
+        spec = specs[node.state]
+        parts = {
+            part.name: (part.dtype, (spec.slots, *part.shape)) for part in state_parts(spec.geometry, spec.settings)
+        }
+        parts[tensorrt_ops.ERROR_FLAG] = ("int32", (1,))
+        state = [layers.input(f"{node.state}.{name}", *described) for name, described in parts.items()]
+        own, rows = [lowering[name] for name in node.inputs[:-4]], [lowering[name] for name in node.inputs[-4:]]
+        if node.op == "causal_conv1d_window" and not node.attributes["bias"]:
+            dtype = torch_dtype(network.spec(node.inputs[1]).dtype)
+            zeros = partial(torch.zeros, spec.geometry.conv_dim, dtype=dtype)
+            own.append(lowering.once(("zeros", spec.geometry.conv_dim), zeros))
+        outputs = layers.plugin(plugin_call(spec, [*own, *state, *rows]), node.state)
+        lowering.values[node.outputs[0]] = outputs[0]
+        for (name, described), value in zip(parts.items(), outputs[1:], strict=True):
+            public = f"{node.state}.{name}"
+            layers.output(f"{public}.out", value, *described)
+            aliases[f"{public}.out"] = public
+    for public, name in network.outputs.items():
+        spec = network.spec(name)
+        layers.output(public, lowering.values[name], spec.dtype, spec.shape)
+    return aliases
+
+
+def write_rtx(
+    directory: Path,
+    networks: Mapping[str, Network],
+    plan: Mapping[str, WeightRecipe],
+    read: Read,
+    progress: Progress,
+    limits: Limits,
+    replay: ReplaySettings,
+) -> dict[str, str]:
+    """Write the plans of `networks`, their description and the weights of the stateful operators below `directory`.
+
+    plan, read, progress: as for the torch target; progress is called after each plan. Returns no kernels: none are
+    embedded.
+    """
+    module = load_module("tensorrt-rtx")
+    require_dtype("tensorrt-rtx", replay.activation_dtype)
+    phases = profiles(limits)
+    torch_target.write_networks(directory, networks)
+    (directory / PLANS_FOLDER).mkdir()
+    described, stateful = {}, {}
+    report = _once_per_weight(plan, progress)
+    for network in networks.values():
+        described[network.name] = _write_plans(directory, module, network, plan, read, report, phases, replay)
+        for node in network.nodes:
+            if node.state is not None:
+                stateful |= {name: plan[name] for name in node.inputs if name in network.weights}
+    torch_target.write_weights(directory, stateful, read, progress)
+    _describe(directory, module, phases, described, {})
+    return {}
+
+
+def _describe(
+    directory: Path, module: ModuleType, phases: Sequence[Profile], networks: dict[str, Any], more: dict[str, Any]
+) -> None:
+    content = {
+        "version": PLANS_VERSION,
+        "compiler": {"module": module.__name__, "version": module.__version__},
+        "profiles": [{"name": phase.name, "sizes": phase.sizes} for phase in phases],
+        "networks": networks,
+        **more,
+    }
+    (directory / PLANS_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def require_dtype(target: str, activation_dtype: str) -> None:
+    if activation_dtype == "float64":
+        raise ValueError(f"the {target} target has no float64 activations: build with --dtype bfloat16 or float32")
+
+
+def profiles(limits: Limits) -> list[Profile]:
+    """One per phase. T, R and B are the packed tokens, wanted logits and rows of a call."""
+    batch, verify = limits.max_batch_size, limits.max_batch_size * limits.max_window
+    rows = (1, batch, batch)
+    phases = [Profile("decode", {"T": rows, "R": rows, "B": rows})]
+    if limits.max_draft_len:
+        tokens = (1, verify, verify)
+        phases.append(Profile("verify", {"T": tokens, "R": tokens, "B": rows}))
+    # A chunk of one prompt, beside the windows of all other slots.
+    most = verify + PREFILL_TOKENS
+    prefill = {"T": (1, PREFILL_TOKENS, most), "R": (1, batch, most), "B": rows}
+    return [*phases, Profile("prefill", prefill)]
+
+
+def _write_plans(
+    directory: Path,
+    module: ModuleType,
+    network: Network,
+    plan: Mapping[str, WeightRecipe],
+    read: Read,
+    report: Callable[[set[str], str], None],
+    phases: list[Profile],
+    replay: ReplaySettings,
+) -> list[dict]:
+    """Compile every segment; returns the steps of the network for `plans.json`."""
+    steps: list[dict] = []
+    for step in cut(network):
+        if isinstance(step, int):
+            steps.append({"kind": "stateful", "node": step})
+            continue
+        described = {"nodes": [step.start, step.stop], "inputs": step.inputs, "outputs": step.outputs}
+        if step.is_view:
+            steps.append({"kind": "views", **described})
+            continue
+        name = f"{network.name}-{len(steps):03d}"
+        file = f"{PLANS_FOLDER}/{name}.plan"
+        layers = Layers(module, name)
+        emit_segment(layers, network, step, lambda weight: plan[weight].load(read, allow_view=True), replay)
+        (directory / file).write_bytes(layers.compile(phases))
+        del layers  # with its weights, before the next segment's are read
+        steps.append({"kind": "plan", "file": file, **described})
+        report({name for node in network.nodes[step.start : step.stop] for name in node.inputs}, name)
+    return steps
+
+
+def _once_per_weight(plan: Mapping[str, WeightRecipe], progress: Progress) -> Callable[[set[str], str], None]:
+    """Progress of plans in bytes of weights that no earlier plan held."""
+    left = dict(plan)
+
+    def report(names: set[str], plan_name: str) -> None:
+        progress(sum(left.pop(name).nbytes for name in names & left.keys()), plan_name)
+
+    return report
+
+
+def emit_segment(layers: Layers, network: Network, segment: Segment, read: Read, replay: ReplaySettings) -> None:
+    """Emit a segment with its inputs and outputs into `layers`, under the names of the network's values."""
+    lowering = Lowering(network, layers, read, replay.max_seq_len)
+    for name in segment.inputs:
+        spec = network.spec(name)
+        lowering.values[name] = layers.input(name, spec.dtype, spec.shape)
+    lowering.emit(network.nodes[segment.start : segment.stop])
+    for name in segment.outputs:
+        spec = network.spec(name)
+        layers.output(name, lowering.values[name], spec.dtype, spec.shape)

@@ -1,0 +1,239 @@
+"""The operators as quickly deployable TensorRT plugins whose kernels are embedded ahead of time.
+
+A plan that was built with them needs neither Python nor a plugin library: it holds the PTX of the same sources that
+`plugins.launch` runs. One kernel per operator serves decode, verify and prefill rows alike, so one plan serves all
+phases and its weights exist once.
+
+State parts and the error flag are network inputs with an aliased output each, both bound to one address. TensorRT
+allows one alias per tensor, so every stateful node has an error flag of its own and no two nodes share a state. A
+builder times plugins on arbitrary contents; rows that are invalid touch no state (design rule 8).
+
+Names carry a hash of the kernel's source: TensorRT's timing cache knows a plugin by name and shapes only, and a stale
+one must not meet another kernel. TensorRT is imported when plugins are registered, not before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import struct
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from replayssm.plugins import geometry as geo
+from replayssm.plugins.contract import (
+    Geometry,
+    ReplaySettings,
+    geometry_from_json,
+    geometry_to_json,
+    state_parts,
+)
+from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError
+from replayssm.plugins.nvrtc import compile_kernel, kernel_source
+
+NAMESPACE = "replayssm"
+ERROR_FLAG = "error_flag"
+ROWS = ("seq_lens", "window_starts", "window_lens", "state_batch_indices")
+TYPE_NAMES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16", "int32": "INT32"}
+
+
+class Operator(NamedTuple):
+    """inputs: tensors before the state, in the kernel's order; parts: of the state; like: the input that the output
+    has the shape and dtype of."""
+
+    inputs: tuple[str, ...]
+    parts: tuple[str, ...]
+    like: str
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Plugin inputs; the outputs are the operator's own, then the parts and the error flag again."""
+        return (*self.inputs, *self.parts, ERROR_FLAG, *ROWS)
+
+
+OPERATORS = {
+    "mamba2_window": Operator(
+        ("x", "dt", "B", "C", "A_log", "D", "dt_bias"),
+        ("checkpoint", "checkpoint_position", "ring_x", "ring_B", "ring_dt"),
+        "x",
+    ),
+    "gdn_window": Operator(
+        ("q", "k", "v", "a", "b", "A_log", "dt_bias"),
+        ("checkpoint", "checkpoint_position", "ring_k", "ring_u", "ring_g"),
+        "v",
+    ),
+    "causal_conv1d_window": Operator(("x", "weight", "bias"), ("conv_ring",), "x"),
+    "attention_window": Operator(("q", "k", "v"), ("k_cache", "v_cache"), "q"),
+}
+
+
+@dataclass(frozen=True)
+class PluginSpec:
+    """What a plugin's kernel is compiled for: the one attribute of every plugin, as JSON.
+
+    arch: compute capability (major * 10 + minor) of the GPU that the plan is for. slots: of every state tensor.
+    layer: the launch scalar of recurrent layers. query_heads, scale: of attention.
+    """
+
+    geometry: Geometry
+    settings: ReplaySettings
+    slots: int
+    arch: int
+    layer: int = 0
+    query_heads: int = 0
+    scale: float = 0.0
+
+    def to_json(self) -> str:
+        fields = {**vars(self), "geometry": geometry_to_json(self.geometry), "settings": vars(self.settings)}
+        return json.dumps(fields, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> PluginSpec:
+        fields = json.loads(text)
+        geometry, settings = geometry_from_json(fields.pop("geometry")), ReplaySettings(**fields.pop("settings"))
+        return cls(geometry, settings, **fields)
+
+    @property
+    def operator(self) -> str:
+        names = {"conv": "causal_conv1d_window"}
+        return names.get(self.geometry.kind, f"{self.geometry.kind}_window")
+
+
+def plugin_name(operator: str) -> str:
+    """Name within NAMESPACE: the operator and 8 hexadecimal digits of its kernel's source."""
+    return f"{operator}_{hashlib.sha256(kernel_source(operator).encode()).hexdigest()[:8]}"
+
+
+@cache
+def kernel_config(spec: PluginSpec) -> KernelConfig:
+    """The kernel to embed; UnsupportedGeometryError for what has none within a plugin's limits."""
+    settings = spec.settings
+    if settings.is_baseline or settings.serial_exact:
+        raise UnsupportedGeometryError(
+            "TensorRT plugins embed the replay kernels: buffer_len 0 and serial_exact run on the torch target"
+        )
+    if spec.operator == "causal_conv1d_window":
+        # A layer without a bias gets zeros: a plugin has no optional inputs.
+        return geo.conv_config(spec.geometry, settings, True, settings.activation_dtype)
+    if spec.operator == "attention_window":
+        return geo.attention_config(spec.geometry, settings, spec.query_heads, embedded=True)
+    return geo.window_config(spec.geometry, settings, spec.arch, embedded=True)
+
+
+def ptx(spec: PluginSpec) -> bytes:
+    """PTX of the kernel for the build GPU's architecture; later GPUs accept it too. Compiles without a GPU."""
+    config = kernel_config(spec)
+    compiled = compile_kernel(config.kernel, dict(config.defines), geo.compile_target(spec.arch), kind="ptx")
+    return compiled.image.rstrip(b"\0")
+
+
+def tensor_types(spec: PluginSpec) -> dict[str, str]:
+    """dtype of every plugin input by name."""
+    act = spec.settings.activation_dtype
+    parts = {part.name: part.dtype for part in state_parts(spec.geometry, spec.settings)}
+    scalars = {name: "float32" for name in ("A_log", "D", "dt_bias")}
+    names = OPERATORS[spec.operator].tensors
+    known = {**scalars, **parts, ERROR_FLAG: "int32", **{name: "int32" for name in ROWS}}
+    return {name: known.get(name, act) for name in names}
+
+
+def scalars(spec: PluginSpec, tokens: Any, rows: Any) -> list[Any]:
+    """int32 arguments in the kernel's order. All tensors are dense, so their strides follow from the geometry.
+
+    tokens, rows: the call's sizes, numbers or symbolic expressions.
+    """
+    g, settings = spec.geometry, spec.settings
+    strides = [prod(part.shape) for part in state_parts(g, settings)]
+    first = [tokens, spec.slots, settings.max_seq_len]
+    if spec.operator == "mamba2_window":
+        groups = g.ngroups * g.dstate
+        return [*first, spec.layer, g.nheads * g.headdim, g.nheads, groups, groups, *strides]
+    if spec.operator == "gdn_window":
+        keys, values = g.num_k_heads * g.head_k_dim, g.num_v_heads * g.head_v_dim
+        return [*first, spec.layer, keys, keys, values, g.num_v_heads, g.num_v_heads, *strides]
+    if spec.operator == "causal_conv1d_window":
+        return [*first, g.conv_dim, *strides]
+    keys = g.num_kv_heads * g.head_dim
+    (scale_bits,) = struct.unpack("i", struct.pack("f", spec.scale))
+    return [*first, rows, scale_bits, spec.query_heads * g.head_dim, keys, keys, *divmod(strides[0], 2**16)]
+
+
+def grid(spec: PluginSpec, tokens: Any, rows: Any, math: Any) -> tuple[Any, Any, Any]:
+    """Blocks along x, y and z. math: gives `cdiv` and `min` of sizes, such as `tensorrt.plugin`."""
+    config = kernel_config(spec)
+    if spec.operator == "attention_window":
+        tiles = -(-(spec.query_heads // spec.geometry.num_kv_heads) // 16)
+        return tokens, spec.geometry.num_kv_heads * tiles, 1
+    if spec.operator == "causal_conv1d_window":
+        # As `launch.conv_chunks`, without its special case: blocks of a short window without a chunk end at once.
+        return config.blocks_x, rows, math.min(64, math.cdiv(tokens, geo.CONV_CHUNK))
+    return config.blocks_x, rows, 1
+
+
+def register(trtp: ModuleType) -> dict[str, str]:
+    """Register every operator with `tensorrt.plugin`; operator -> plugin name. Idempotent."""
+    names = {operator: plugin_name(operator) for operator in OPERATORS}
+    known = getattr(trtp.op, NAMESPACE, None)
+    for operator, name in names.items():
+        if known is None or not hasattr(known, name):
+            _register(trtp, operator, f"{NAMESPACE}::{name}")
+    return names
+
+
+def plugin_call(trtp: ModuleType, spec: PluginSpec, tensors: list[Any]) -> Any:
+    """What `INetworkDefinition.add_plugin` takes; tensors in the order of `Operator.tensors`."""
+    names = register(trtp)
+    return getattr(getattr(trtp.op, NAMESPACE), names[spec.operator])(*tensors, spec=spec.to_json())
+
+
+def _register(trtp: ModuleType, operator: str, plugin_id: str) -> None:
+    """TensorRT reads the schema from signatures, which are made here because they follow from `OPERATORS`."""
+    tensors, outputs = OPERATORS[operator].tensors, len(OPERATORS[operator].parts) + 2
+    first_part, like = len(OPERATORS[operator].inputs), tensors.index(OPERATORS[operator].like)
+    results = tuple[(trtp.TensorDesc,) * outputs]
+
+    def describe(*arguments, spec):
+        aliased = (desc.aliased() for desc in arguments[first_part : first_part + outputs - 1])
+        return (arguments[like].like(), *aliased)
+
+    def autotune(*arguments):
+        types = tensor_types(PluginSpec.from_json(arguments[len(tensors)]))
+        inputs = [TYPE_NAMES[types[name]] for name in tensors]
+        all_types = [*inputs, inputs[like], *inputs[first_part : first_part + outputs - 1]]
+        return [trtp.AutoTuneCombination(", ".join(all_types), "LINEAR")]
+
+    def implement(*arguments):
+        spec = PluginSpec.from_json(arguments[len(tensors)])
+        config = kernel_config(spec)
+        tokens = arguments[like].shape_expr[0]
+        rows = arguments[tensors.index("seq_lens")].shape_expr[0]
+        blocks = dict(zip(("grid_x", "grid_y", "grid_z"), grid(spec, tokens, rows, trtp), strict=True))
+        launch = trtp.KernelLaunchParams(**blocks, block_x=config.threads, shared_mem=config.shared_bytes)
+        values = scalars(spec, tokens, rows)
+        extra = trtp.SymIntExprs(len(values))
+        for index, value in enumerate(values):
+            extra[index] = trtp.SymInt32(value)
+        return config.kernel, ptx(spec), launch, extra
+
+    attribute = [("spec", str)]
+    inputs = [(name, trtp.TensorDesc) for name in tensors]
+    returned = tuple[str, bytes, trtp.KernelLaunchParams, trtp.SymIntExprs]
+    results_argument = [("outputs", results)]
+    _sign(describe, [*inputs, *attribute], results)
+    _sign(autotune, [*inputs, *attribute, *results_argument], list[trtp.AutoTuneCombination])
+    _sign(implement, [*inputs, *attribute, *results_argument, ("tactic", int)], returned)
+    trtp.register(plugin_id)(describe)
+    trtp.autotune(plugin_id)(autotune)
+    trtp.aot_impl(plugin_id)(implement)
+
+
+def _sign(function: Any, parameters: list[tuple[str, Any]], returns: Any) -> None:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    function.__signature__ = inspect.Signature(
+        [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in parameters],
+        return_annotation=returns,
+    )
