@@ -19,6 +19,12 @@ PAD_SLOT_ID = -1
 MAX_ROW_TILE_BYTES = 24 * 1024
 """Largest fp32 row tile: two tiles and their staging fit the 48 KiB that an embedded plugin kernel may use."""
 
+MAX_SIZE = 2**31 - 1
+"""Largest size or position: kernels take them as int32."""
+
+MAX_BUFFER_LEN = 4096
+"""Largest L and largest window. Far below it, a ring already outgrows the state it saves writing."""
+
 ELEMENT_BITS = {
     "float64": 64,
     "float32": 32,
@@ -62,8 +68,13 @@ class ErrorBit:
 
 def _require_positive(owner: str, **values: int) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{owner}.{name} must be a positive integer, got {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE:
+            raise ValueError(f"{owner}.{name} must be an integer between 1 and {MAX_SIZE}, got {_short(value)}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} characters)"
 
 
 def _require_multiple(owner: str, larger: str, large: int, smaller: str, small: int) -> None:
@@ -73,10 +84,8 @@ def _require_multiple(owner: str, larger: str, large: int, smaller: str, small: 
 
 def _row_tiles(rows: int, columns: int) -> int:
     """Fewest equal row tiles of a [rows, columns] fp32 matrix that obey MAX_ROW_TILE_BYTES."""
-    for tiles in range(1, rows + 1):
-        if rows % tiles == 0 and rows // tiles * columns * 4 <= MAX_ROW_TILE_BYTES:
-            return tiles
-    return rows
+    largest = min(rows, MAX_ROW_TILE_BYTES // (4 * columns))
+    return next((rows // height for height in range(largest, 0, -1) if rows % height == 0), rows)
 
 
 @dataclass(frozen=True)
@@ -240,8 +249,11 @@ class ReplaySettings:
 
     def __post_init__(self) -> None:
         _require_positive("ReplaySettings", max_window=self.max_window, max_seq_len=self.max_seq_len)
-        if not isinstance(self.buffer_len, int) or isinstance(self.buffer_len, bool) or self.buffer_len < 0:
-            raise ValueError(f"ReplaySettings.buffer_len must be an integer >= 0, got {self.buffer_len!r}")
+        length = self.buffer_len
+        if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= MAX_BUFFER_LEN:
+            raise ValueError(f"buffer_len must be an integer between 0 and {MAX_BUFFER_LEN}, got {_short(length)}")
+        if self.max_window > MAX_BUFFER_LEN:
+            raise ValueError(f"max_window must be at most {MAX_BUFFER_LEN}, got {_short(self.max_window)}")
         for name, allowed in (
             ("state_dtype", STATE_DTYPES),
             ("readout_dtype", READOUT_DTYPES),

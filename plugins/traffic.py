@@ -123,7 +123,7 @@ def _replay_layer(geometry: RecurrentGeometry, settings: ReplaySettings, window:
     copy = sum(part.nbytes for part in readout_parts(geometry, settings.readout_dtype))
     row = _row_bytes(geometry.ring_parts(settings))
     calls = max(1, math.floor((settings.buffer_len - window) / accepted) + 1)
-    read_rows = accepted * sum(range(1, calls + 1))
+    read_rows = accepted * calls * (calls + 1) / 2
     flush = state + copy + (state if copy else 0)
     return (calls * (copy or state) + flush + (read_rows + calls * window) * row) / (calls * accepted)
 

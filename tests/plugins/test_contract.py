@@ -155,12 +155,12 @@ def test_u_planes(u_format, activation_dtype, planes):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"buffer_len": -1}, "buffer_len must be an integer >= 0, got -1"),
+        ({"buffer_len": -1}, "buffer_len must be an integer between 0 and 4096, got -1"),
         ({"buffer_len": True}, "buffer_len"),
         ({"buffer_len": 1.5}, "buffer_len"),
-        ({"max_window": 0}, "max_window must be a positive integer, got 0"),
+        ({"max_window": 0}, "max_window must be an integer between 1 and 2147483647, got 0"),
         ({"max_seq_len": "9"}, "max_seq_len"),
-        ({"max_seq_len": 2**31}, "int32"),
+        ({"max_seq_len": 2**31}, "between 1 and 2147483647"),
         ({"state_dtype": "float8"}, "state_dtype must be one of float32, bfloat16"),
         ({"readout_dtype": "int4"}, "readout_dtype"),
         ({"activation_dtype": "bf16"}, "activation_dtype"),
@@ -178,7 +178,10 @@ def test_settings_refuse(fields, message):
     ("make", "message"),
     [
         (lambda: Mamba2Geometry(6, 8, 16, 4), r"nheads \(6\) must be a multiple of ngroups \(4\)"),
-        (lambda: Mamba2Geometry(0, 8, 16, 1), "Mamba2Geometry.nheads must be a positive integer, got 0"),
+        (
+            lambda: Mamba2Geometry(0, 8, 16, 1),
+            "Mamba2Geometry.nheads must be an integer between 1 and 2147483647, got 0",
+        ),
         (lambda: GdnGeometry(4, 6, 8, 8), r"num_v_heads \(6\) must be a multiple of num_k_heads \(4\)"),
         (lambda: ConvGeometry(8, True), "conv_kernel"),
         (lambda: AttentionGeometry(2, 1.0), "head_dim"),
@@ -217,3 +220,17 @@ def test_every_error_bit_has_a_message():
     assert set(bits) == set(ErrorBit.MESSAGES)
     assert ErrorBit.describe(0) == ""
     assert ErrorBit.describe(1 | 8).count(";") == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "tiles"), [(80, 128, 2), (64, 128, 2), (128, 128, 4), (37, 256, 37), (40, 16, 1), (8, 2**20, 8)]
+)
+def test_row_tiles_are_the_fewest_that_fit(rows, columns, tiles):
+    """37 is prime and 37 rows of 256 are too many for one tile, so every row is one. The last has no row that fits."""
+    assert Mamba2Geometry(1, rows, columns, 1).row_tiles == tiles
+
+
+def test_huge_sizes_are_answered_at_once():
+    assert Mamba2Geometry(1, 2**31 - 1, 128, 1).row_tiles == 2**31 - 1
+    with pytest.raises(ValueError, match="between 1 and 2147483647"):
+        Mamba2Geometry(1, 2**31, 128, 1)
