@@ -1,9 +1,9 @@
 """Directories that appear whole or not at all.
 
-`atomic_directory` hands out a temporary sibling of the target and renames it into place after everything in it has
-reached the disk. A process killed at any moment leaves the target as it was; what it left beside the target is removed
-by the next writer of the same target. A lock file beside the target tells a killed writer from one that still runs:
-the kernel drops the lock with the process.
+`atomic_directory` hands out a temporary directory beside the target and renames it into place after everything in it
+has reached the disk. A process killed at any moment leaves the target as it was; what it left beside the target is
+removed by the next writer of the same target. A lock file beside the target tells a killed writer from one that still
+runs: the kernel drops the lock with the process.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+
+# Of the working directory beside the target: what says that it is ours, what becomes the target, what was there before.
+_MARKER = "replayssm-temporary"
+_CONTENT = "content"
+_PREVIOUS = "previous"
 
 
 def fsync_path(path: Path) -> None:
@@ -94,26 +99,37 @@ def _exchange(first: Path, second: Path) -> bool:
     raise OSError(code, os.strerror(code), str(first), None, str(second))
 
 
-def _publish(temporary: Path, target: Path, previous: Path) -> None:
-    """Put `temporary` at `target`; an existing directory there ends up at `previous` or `temporary`."""
+def _publish(work: Path, target: Path) -> None:
+    """Put the content of `work` at `target`; an existing directory there ends up in `work`."""
+    content = work / _CONTENT
     if not target.exists():
-        os.rename(temporary, target)
+        os.rename(content, target)
     elif not any(target.iterdir()):
-        os.rename(temporary, target)  # rename(2) replaces an empty directory
-    elif not _exchange(temporary, target):
+        os.rename(content, target)  # rename(2) replaces an empty directory
+    elif not _exchange(content, target):
         # Two renames leave a moment without a target, never one with half of it; `_recover` closes it after a kill.
-        os.rename(target, previous)
-        os.rename(temporary, target)
+        os.rename(target, work / _PREVIOUS)
+        os.rename(content, target)
     fsync_path(target.parent)
 
 
-def _recover(target: Path, prefix: str, previous: Path) -> None:
-    """Undo what an unfinished writer left beside `target`. Call with the lock held."""
-    if previous.exists() and not target.exists():
-        os.rename(previous, target)
-    for path in target.parent.iterdir():
-        if path == previous or path.name.startswith(prefix):
-            shutil.rmtree(path, ignore_errors=True)
+def _recover(target: Path, prefix: str) -> None:
+    """Undo what an unfinished writer left beside `target`. Call with the lock held.
+
+    Only directories that hold the marker are touched, and empty ones, left by a kill before the marker was written.
+    """
+    for work in [path for path in target.parent.iterdir() if path.name.startswith(prefix)]:
+        if work.is_symlink() or not work.is_dir():
+            continue
+        if (work / _MARKER).is_file():
+            if (work / _PREVIOUS).exists() and not target.exists():
+                os.rename(work / _PREVIOUS, target)
+            for name in (_CONTENT, _PREVIOUS):
+                shutil.rmtree(work / name, ignore_errors=True)
+            if not any((work / name).exists() for name in (_CONTENT, _PREVIOUS)):
+                (work / _MARKER).unlink(missing_ok=True)  # last, so that a kill in between leaves it recognizable
+        with contextlib.suppress(OSError):
+            work.rmdir()
 
 
 @contextlib.contextmanager
@@ -123,23 +139,55 @@ def atomic_directory(
     """Yield a temporary directory that becomes `target` when the block ends without an exception.
 
     An existing `target` is refused with ValueError unless it is an empty directory, or `overwrite` is set and
-    `replaceable(target)` holds. On an exception, SIGINT or SIGTERM nothing is left behind.
+    `replaceable(target)` holds; that may also raise a ValueError of its own, such as `require_only`'s. It is asked
+    again at the end, as files may have come meanwhile. On an exception, SIGINT or SIGTERM nothing is left behind.
     """
-    target = Path(os.path.realpath(target))
+    target = real_output(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{target.name}.building-"
-    previous = target.parent / f".{target.name}.previous"
-    with _sigterm_raises(), _exclusive(target.parent / f".{target.name}.lock", target):
-        _recover(target, prefix, previous)
+    prefix = f".{target.name}.replayssm-building-"
+    with _sigterm_raises(), _exclusive(target.parent / f".{target.name}.replayssm-lock", target):
+        _recover(target, prefix)
         _check_target(target, overwrite, replaceable)
-        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
         try:
-            os.chmod(temporary, 0o777 & ~_umask())
-            yield temporary
-            _fsync_tree(temporary)
-            _publish(temporary, target, previous)
+            work = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+            (work / _MARKER).write_text(
+                "a directory of replayssm's that is removed by its next run\n", encoding="utf-8"
+            )
+            (work / _CONTENT).mkdir()
+            yield work / _CONTENT
+            _fsync_tree(work / _CONTENT)
+            _check_target(target, overwrite, replaceable)
+            _publish(work, target)
         finally:
-            _recover(target, prefix, previous)
+            _recover(target, prefix)
+
+
+def real_output(output: Path) -> Path:
+    """`output` without symbolic links. Raises ValueError where they form a loop."""
+    real = Path(os.path.realpath(output))
+    if any(path.is_symlink() for path in (real, *real.parents)):
+        raise ValueError(f"the output {output} is a symbolic link that leads back to itself: choose another")
+    return real
+
+
+def require_apart(checkpoint: Path, output: Path) -> None:
+    """Raise ValueError where `output` is the checkpoint directory or holds it: replacing it would delete its input."""
+    source, target = Path(os.path.realpath(checkpoint)), real_output(output)
+    if target == source or target in source.parents:
+        raise ValueError(f"the output {output} holds the checkpoint {checkpoint}: choose another output")
+
+
+def require_only(directory: Path, known: Collection[str]) -> None:
+    """Raise ValueError naming a file below `directory` that is not among `known`, POSIX paths relative to it."""
+    for folder, folders, files in os.walk(directory):
+        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        for name in sorted([*files, *links]):
+            found = (Path(folder) / name).relative_to(directory).as_posix()
+            if found not in known:
+                raise ValueError(
+                    f"the output {directory} holds {found!r}, which replayssm did not write there and never deletes: "
+                    "move it away or choose another output"
+                )
 
 
 def _check_target(target: Path, overwrite: bool, replaceable: Callable[[Path], bool]) -> None:
@@ -153,9 +201,3 @@ def _check_target(target: Path, overwrite: bool, replaceable: Callable[[Path], b
         raise ValueError(f"the output {target} holds other files, which are never overwritten: choose another")
     if not overwrite:
         raise ValueError(f"the output {target} exists: choose another, or replace it with --overwrite")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

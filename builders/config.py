@@ -102,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from `path`; ValueError for anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError also for an integer of thousands of digits
         raise ValueError(f"{path}: not valid JSON ({error}); copy the file again") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")

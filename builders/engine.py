@@ -12,9 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from replayssm.builders.atomic import atomic_directory
+from replayssm.builders.atomic import atomic_directory, require_apart, require_only
 from replayssm.builders.checkpoint import Checkpoint
-from replayssm.builders.config import ModelConfig
+from replayssm.builders.config import ModelConfig, read_json
 from replayssm.builders.models import build_networks
 from replayssm.builders.parameters import WeightRecipe
 from replayssm.builders.targets import tensorrt as tensorrt_target
@@ -119,13 +119,13 @@ def build_engine(
     """Build the engine directory `output` from the checkpoint directory `checkpoint`.
 
     The directory appears complete or not at all; an existing one is replaced only with `overwrite`, and only if it is
-    an engine. progress: called with bytes written so far, bytes in all and the weight's name.
+    an engine without files of others. progress: called with bytes written so far, bytes in all and the weight's name.
 
     Raises ValueError for a checkpoint or options that cannot be built, OSError where the disk fails.
     """
     options = options or BuildOptions()
     _check_target(options.target)
-    _check_paths(Path(checkpoint), Path(output))
+    require_apart(Path(checkpoint), Path(output))
     opened = Checkpoint.open(checkpoint)
     config = opened.config
     limits = options.limits(config)
@@ -134,9 +134,9 @@ def build_engine(
     networks = {network.name: network for network in (traced.main, traced.mtp) if network is not None}
     plan = traced.weight_plan
     _check_states(networks.values(), replay, options.target)
-    with atomic_directory(Path(output), overwrite, is_engine_directory) as directory:
+    with atomic_directory(Path(output), overwrite, _is_own_engine) as directory:
         total = sum(recipe.nbytes for recipe in plan.values())
-        _check_space(directory, total)
+        _check_space(directory, total, Path(output).parent)
         _copy_files(Path(checkpoint), directory)
         kernels = TARGETS[options.target](
             directory, networks, plan, opened.tensor, _cumulative(progress, total), limits, replay
@@ -165,10 +165,14 @@ def _check_target(name: str) -> None:
         load_module(name)
 
 
-def _check_paths(checkpoint: Path, output: Path) -> None:
-    source, target = checkpoint.resolve(), output.resolve()
-    if target == source or target in source.parents:
-        raise ValueError(f"the output {output} holds the checkpoint {checkpoint}: choose another output")
+def _is_own_engine(directory: Path) -> bool:
+    """Whether `directory` is an engine, damaged or of another version; ValueError if it holds files of others too."""
+    if not is_engine_directory(directory):
+        return False
+    listed = read_json(directory / MANIFEST_NAME).get("files")
+    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    require_only(directory, {MANIFEST_NAME, *(str(entry.get("name")) for entry in entries)})
+    return True
 
 
 def _check_states(networks: Iterable[Network], replay: ReplaySettings, target: str) -> None:
@@ -179,12 +183,10 @@ def _check_states(networks: Iterable[Network], replay: ReplaySettings, target: s
             allocate_state(state.geometry, replay, 1, "meta")
 
 
-def _check_space(directory: Path, needed: int) -> None:
+def _check_space(directory: Path, needed: int, place: Path) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
-        raise ValueError(
-            f"the engine needs {needed / 1e9:.2f} GB at {directory.parent}, where {free / 1e9:.2f} GB are free"
-        )
+        raise ValueError(f"the engine needs {needed / 1e9:.2f} GB at {place}, where {free / 1e9:.2f} GB are free")
 
 
 def _cumulative(progress: Callable[[int, int, str], None], total: int) -> Callable[[int, str], None]:

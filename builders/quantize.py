@@ -12,7 +12,6 @@ import contextlib
 import copy
 import io
 import logging
-import os
 import shutil
 import time
 import warnings
@@ -25,12 +24,12 @@ from typing import Any
 import torch
 
 from replayssm.builders.architecture import LayerConfig, MoeConfig
-from replayssm.builders.atomic import atomic_directory
+from replayssm.builders.atomic import atomic_directory, require_apart
 from replayssm.builders.calibration import calibration_batches
 from replayssm.builders.checkpoint import Checkpoint
 from replayssm.builders.formats import ALGO_OF_FORMAT, DENSE, FORMAT_OF_ALGO, GROUP_SIZE, NVFP4, W4A16_NVFP4
 from replayssm.builders.layer_model import INSTALL, LayerModels
-from replayssm.builders.quantized_output import QuantizedOutput
+from replayssm.builders.quantized_output import QuantizedOutput, is_own_output
 
 RECIPES = {
     "nvfp4": "NVFP4_DEFAULT_CFG",
@@ -95,24 +94,23 @@ def quantize_checkpoint(
     options = options or QuantizeOptions()
     started = time.monotonic()
     output_dir = Path(output_dir)
+    require_apart(Path(checkpoint_dir), output_dir)
     progress("Reading checkpoint", 0, 1)
     checkpoint = Checkpoint.open(checkpoint_dir)
     if checkpoint.formats:
         raise ValueError(f"{checkpoint.directory}: already quantized; give the original checkpoint")
-    if os.path.realpath(output_dir) == os.path.realpath(checkpoint.directory):
-        raise ValueError(f"{output_dir}: the output is the checkpoint itself; choose another directory")
     with _quiet(options.verbose):
         modelopt = _Modelopt(options.recipe)
     batches = _calibration(checkpoint, options) if modelopt.quantizes_activations else []
     with (
-        atomic_directory(output_dir, options.overwrite, _is_checkpoint) as directory,
+        atomic_directory(output_dir, options.overwrite, is_own_output) as directory,
         torch.inference_mode(),
         _quiet(options.verbose),
     ):
         layers = LayerModels(checkpoint, directory)
         formats, excluded = _structure(checkpoint, layers, modelopt)
         output = QuantizedOutput(checkpoint, directory, formats, options.max_shard_bytes)
-        _check_disk(directory, output.total_bytes)
+        _check_disk(directory, output.total_bytes, output_dir.parent)
         with output:
             _write_layers(checkpoint, layers, output, modelopt, batches, progress)
             output.write_rest()
@@ -129,14 +127,10 @@ def quantize_checkpoint(
     )
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return (path / "config.json").is_file()
-
-
-def _check_disk(directory: Path, needed: int) -> None:
+def _check_disk(directory: Path, needed: int, place: Path) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
-        raise ValueError(f"{directory.parent}: {free / 1e9:.1f} GB free, expected the output's {needed / 1e9:.1f} GB")
+        raise ValueError(f"{place}: {free / 1e9:.1f} GB free, expected the output's {needed / 1e9:.1f} GB")
 
 
 def _calibration(checkpoint: Checkpoint, options: QuantizeOptions) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ import torch
 
 from replayssm.builders import nvfp4
 from replayssm.builders.architecture import AttentionConfig, GdnConfig, LayerConfig, MlpConfig, MoeConfig
+from replayssm.builders.atomic import require_only
 from replayssm.builders.checkpoint import INDEX_NAME, Checkpoint
 from replayssm.builders.config import read_json
 from replayssm.builders.formats import FP8
@@ -25,9 +26,27 @@ from replayssm.plugins.contract import ELEMENT_BITS
 # Kept as stored: rounding them to bf16 costs accuracy and saves nothing.
 _KEPT = ("A_log", "D", "dt_bias", "e_score_correction_bias")
 _SKIPPED_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".py", ".pyc", ".gguf", ".onnx", ".h5")
-_SKIPPED_NAMES = ("config.json", "hf_quant_config.json", INDEX_NAME, "pytorch_model.bin.index.json")
+_SKIPPED_NAMES = ("config.json", "hf_quant_config.json", INDEX_NAME, "pytorch_model.bin.index.json", "replayssm.json")
 
 Spec = tuple[str, tuple[int, ...]]
+
+MARKER_NAME = "replayssm.json"
+"""Says that replayssm wrote the directory, and which files: nothing else is ever replaced."""
+
+_MARKER_FORMAT = "replayssm-quantized-checkpoint"
+
+
+def is_own_output(directory: Path) -> bool:
+    """Whether `quantize` wrote `directory`; ValueError if it holds files of others too."""
+    try:
+        marker = read_json(directory / MARKER_NAME)
+    except (OSError, ValueError):
+        return False
+    files = marker.get("files")
+    if marker.get("format") != _MARKER_FORMAT or not isinstance(files, list):
+        return False
+    require_only(directory, {MARKER_NAME, *(name for name in files if isinstance(name, str))})
+    return True
 
 
 def shared_input_groups(layer: LayerConfig) -> list[tuple[str, ...]]:
@@ -196,6 +215,8 @@ class QuantizedOutput:
             if path.is_file() and path.suffix not in _SKIPPED_SUFFIXES and path.name not in _SKIPPED_NAMES:
                 shutil.copyfile(path, self.directory / path.name)
         self._write_model_card(hf_quant_config)
+        files = sorted(path.name for path in self.directory.iterdir())
+        _write_json(self.directory / MARKER_NAME, {"format": _MARKER_FORMAT, "files": files})
 
     def _write_model_card(self, hf_quant_config: Mapping[str, Any]) -> None:
         """Say what was done to the weights; the original card keeps its text under another name."""

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from replayssm.builders import atomic
-from replayssm.builders.atomic import atomic_directory
+from replayssm.builders.atomic import atomic_directory, require_apart, require_only
 
 FILES = 40
 WRITER = textwrap.dedent(
@@ -63,7 +63,7 @@ def write(target, text="new", **options):
 def test_appears_at_the_end_only(tmp_path):
     target = tmp_path / "deep" / "engine"
     with atomic_directory(target) as directory:
-        assert directory.parent == target.parent
+        assert directory.parent.parent == target.parent
         assert not target.exists()
     assert target.is_dir()
     assert leftovers(target.parent) == []
@@ -128,7 +128,7 @@ def test_a_failure_between_two_renames_restores_the_old_content(tmp_path, monkey
     rename = os.rename
 
     def failing(source, destination):
-        if str(destination) == str(target) and ".building-" in str(source):
+        if str(destination) == str(target) and str(source).endswith("content"):
             raise OSError("no")
         rename(source, destination)
 
@@ -140,13 +140,67 @@ def test_a_failure_between_two_renames_restores_the_old_content(tmp_path, monkey
 
 
 def test_a_kill_between_two_renames_is_repaired(tmp_path):
-    (tmp_path / ".engine.previous").mkdir()
-    (tmp_path / ".engine.previous" / "old").write_text("")
-    (tmp_path / ".engine.building-xyz").mkdir()
+    work = tmp_path / ".engine.replayssm-building-xyz"
+    for name in ("previous", "content"):
+        (work / name).mkdir(parents=True)
+        (work / name / name).write_text("")
+    (work / "replayssm-temporary").write_text("")
+    (tmp_path / ".engine.replayssm-building-abc").mkdir()  # killed before it wrote the marker
     with pytest.raises(ValueError, match="--overwrite"):
         write(tmp_path / "engine")
-    assert (tmp_path / "engine" / "old").exists()
+    assert [path.name for path in (tmp_path / "engine").iterdir()] == ["previous"]
     assert leftovers(tmp_path) == []
+
+
+def test_directories_of_others_beside_the_target_stay(tmp_path):
+    """Whatever they are called: only what carries the marker is removed or put back."""
+    names = [".engine.building-notes", ".engine.lock", ".engine.previous", ".engine.replayssm-building-notes",
+             ".engine.replayssm-previous"]  # fmt: skip
+    for name in names:
+        (tmp_path / name / "content").mkdir(parents=True)
+        (tmp_path / name / "content" / "thesis.txt").write_text("text")
+    (tmp_path / ".engine.replayssm-building-file").write_text("text")
+    write(tmp_path / "engine")
+    write(tmp_path / "engine", overwrite=True)
+    assert leftovers(tmp_path) == sorted([*names, ".engine.replayssm-building-file"])
+    assert all((tmp_path / name / "content" / "thesis.txt").read_text() == "text" for name in names)
+    assert (tmp_path / "engine" / "sub" / "file").read_text() == "new"
+
+
+def test_a_file_that_comes_while_writing_is_kept(tmp_path):
+    target = tmp_path / "engine"
+    write(target, "old")
+
+    def add():
+        with atomic_directory(target, True, lambda path: require_only(path, {"sub/file"}) is None):
+            (target / "thesis.txt").write_text("text")
+
+    with pytest.raises(ValueError, match=r"holds 'thesis\.txt', which replayssm did not write"):
+        add()
+    assert (target / "thesis.txt").read_text() == "text"
+    assert (target / "sub" / "file").read_text() == "old"
+    assert leftovers(tmp_path) == []
+
+
+def test_foreign_entries(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "file").write_text("")
+    require_only(tmp_path, {"sub/file", "gone"})
+    with pytest.raises(ValueError, match="holds 'sub/file'"):
+        require_only(tmp_path, {"file", "sub"})
+    (tmp_path / "link").symlink_to(tmp_path / "sub")
+    with pytest.raises(ValueError, match="holds 'link'"):
+        require_only(tmp_path, {"sub/file"})
+
+
+@pytest.mark.parametrize("output", ["loop", "loop/engine"])
+def test_a_loop_of_symbolic_links(tmp_path, output):
+    (tmp_path / "loop").symlink_to(tmp_path / "other")
+    (tmp_path / "other").symlink_to(tmp_path / "loop")
+    for use in (write, lambda target: require_apart(tmp_path, target)):
+        with pytest.raises(ValueError, match="symbolic link that leads back to itself"):
+            use(tmp_path / output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loop", "other"]
 
 
 def test_two_writers(tmp_path):

@@ -128,6 +128,23 @@ def test_existing_output(tiny_checkpoint, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["engine"]
 
 
+def test_files_of_others_in_an_engine_are_kept(tiny_checkpoint, tmp_path):
+    output = tmp_path / "engine"
+    build_engine(tiny_checkpoint("nano"), output, SMALL)
+    for name in ("thesis.txt", "weights/notes.txt"):
+        (output / name).write_text("years of work")
+        with pytest.raises(ValueError, match=f"holds '{name}', which replayssm did not write"):
+            build_engine(tiny_checkpoint("nano"), output, SMALL, overwrite=True)
+        assert (output / name).read_text() == "years of work"
+        (output / name).unlink()
+    # Damaged, but still recognizable as an engine: a build may replace it.
+    (output / "networks.json").unlink()
+    manifest = json.loads((output / "config.json").read_text())
+    (output / "config.json").write_text(json.dumps({**manifest, "schema_version": 99}))
+    build_engine(tiny_checkpoint("nano"), output, SMALL, overwrite=True)
+    verify_files(output, read_manifest(output), "full")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -242,7 +259,7 @@ def test_killed_builds(tiny_checkpoint, tmp_path):
             verify_files(output, manifest, "full")
             assert manifest.limits.max_seq_len in (whole, attempt)
             whole = manifest.limits.max_seq_len
-            stale += any(path.name.startswith(".engine.building") for path in tmp_path.iterdir())
+            stale += any(path.name.startswith(".engine.replayssm-building") for path in tmp_path.iterdir())
         assert killed > 5
         assert stale, "no kill hit a build while it wrote"
         assert build(64)[0] == 0

@@ -297,6 +297,7 @@ def test_other_files_are_copied_and_code_is_not(tiny_checkpoint, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "config.json",
         "hf_quant_config.json",
+        "replayssm.json",
         "model.safetensors",
         "tokenizer.json",
         "README.md",
@@ -405,10 +406,46 @@ def test_existing_output(tiny_checkpoint, quantized, tmp_path):
     assert_refused(source, other, "holds other files, which are never overwritten", options("nvfp4", overwrite=True))
 
 
-def test_unusable_sources(tiny_checkpoint, quantized, tmp_path):
-    source = tiny_checkpoint("nano")
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_overwrite_replaces_only_what_quantize_wrote(tiny_checkpoint, tmp_path):
+    """Neither another checkpoint, quantized or not, nor a directory that merely looks like one, nor a file beside."""
+    source, again = tiny_checkpoint("nano"), options("nvfp4-w4a16", overwrite=True)
+    shutil.copytree(tiny_checkpoint("qwen"), tmp_path / "original")
+    (tmp_path / "looks").mkdir()
+    for name in ("config.json", "hf_quant_config.json", "replayssm.json"):
+        (tmp_path / "looks" / name).write_text("{}")
+    for name in ("original", "looks"):
+        before = contents(tmp_path / name)
+        assert_refused(source, tmp_path / name, "holds other files, which are never overwritten", again)
+        assert contents(tmp_path / name) == before
+    output = tmp_path / "out"
+    quantize_checkpoint(source, output, again)
+    (output / "thesis.txt").write_text("years of work")
+    before = contents(output)
+    assert_refused(source, output, "holds 'thesis.txt', which replayssm did not write", again)
+    assert contents(output) == before
+    (output / "thesis.txt").unlink()
+    (output / "model.safetensors").unlink()
+    quantize_checkpoint(source, output, again)
+    assert Checkpoint.open(output).config.formats.default == "w4a16_nvfp4"
+
+
+def test_output_around_the_checkpoint(tiny_checkpoint, tmp_path):
+    source = tmp_path / "models" / "nano"
+    shutil.copytree(tiny_checkpoint("nano"), source)
+    (tmp_path / "models" / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "models")
+    before = contents(tmp_path)
+    for output in (source, tmp_path / "models", tmp_path / "link"):
+        assert_refused(source, output, "holds the checkpoint", options("nvfp4-w4a16", overwrite=True))
+    assert contents(tmp_path) == before
+
+
+def test_unusable_sources(quantized, tmp_path):
     assert_refused(quantized("nano", "fp8")[0], tmp_path / "out", "already quantized; give the original checkpoint")
-    assert_refused(source, source, "the output is the checkpoint itself", options("nvfp4", overwrite=True))
     assert_refused(tmp_path / "missing", tmp_path / "out", "no such directory")
 
 
