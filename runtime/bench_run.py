@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TextIO
 
 from replayssm.runtime.bench_data import Sample
+from replayssm.runtime.errors import InferenceError
 from replayssm.runtime.requests import Request
 from replayssm.runtime.sampling import SamplingParams
 from replayssm.runtime.scheduler import Scheduler
@@ -56,7 +57,7 @@ def run_samples(
 ) -> list[Record]:
     """Run all samples, at most `concurrency` of them at the same time (-1: all are submitted at once).
 
-    Raises ValueError before anything runs for a sample that the engine has no room for, RuntimeError if one fails.
+    Raises ValueError before anything runs for a sample that the engine has no room for, InferenceError if one fails.
     """
     session = scheduler.session
     limit = session.settings.max_seq_len
@@ -102,7 +103,7 @@ def _step(scheduler: Scheduler, log: TextIO | None) -> None:
 
 def _record(sample: Sample, request: Request) -> Record:
     if request.error is not None:
-        raise RuntimeError(f"task {sample.task_id}: {request.error}")
+        raise InferenceError(f"task {sample.task_id}: {request.error}")
     return Record(
         sample.task_id,
         len(request.prompt),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from replayssm.runtime.errors import NOT_FINITE
 from replayssm.runtime.requests import Request, TokenLogprob
 from replayssm.runtime.sampling import Purpose, SamplingBatch, probabilities, sample, uniform
 from replayssm.runtime.session import Row, StepResult
@@ -44,9 +45,7 @@ def choose(requests: Sequence[Request], rows: Sequence[Row], result: StepResult)
         if span.start == span.stop:
             choices.append(Choice())
         elif not all(usable[span]):
-            choices.append(
-                Choice(error="the model produced logits that are not finite: check the engine's weights and dtypes")
-            )
+            choices.append(Choice(error=NOT_FINITE))
         else:
             tokens = _accept(request, row, logits[span], targets[span])
             choices.append(Choice(tokens, _logprobs(request, logits[span], tokens)))

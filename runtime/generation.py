@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from replayssm.runtime.errors import InferenceError
 from replayssm.runtime.requests import Request, Update
 from replayssm.runtime.sampling import SamplingParams
 from replayssm.runtime.scheduler import Scheduler, SchedulerOptions
@@ -54,8 +55,8 @@ def generate(
     stop: strings that end a sequence; these and result texts need `tokenizer`.
     on_tokens: called with the prompt's index, its new tokens and the text that became final (None without tokenizer).
 
-    Raises ValueError before anything runs if a prompt is empty, too long or not of this vocabulary, and RuntimeError if
-    the model's logits are not finite.
+    Raises ValueError before anything runs if a prompt is empty, too long or not of this vocabulary, and
+    InferenceError if the model's logits are not finite or an operator refuses a row.
     """
     scheduler = Scheduler(session, drafter, SchedulerOptions(draft_len=draft_len))
     params = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
@@ -96,7 +97,7 @@ def generate(
     finally:
         scheduler.close()
     if errors:
-        raise RuntimeError(errors[0])
+        raise InferenceError(errors[0])
     return [_result(request) for request in requests]
 
 

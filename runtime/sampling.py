@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from replayssm.runtime.errors import NOT_FINITE, InferenceError
+
 _WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -146,10 +148,10 @@ def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Draw one token per row of `logits` [R, V]; returns int64 [R].
 
-    Raises RuntimeError if a row has no finite maximum, which damaged weights or state would cause.
+    Raises InferenceError if a row has no finite maximum, which damaged weights or state would cause.
     """
     if not bool(logits.amax(dim=1).isfinite().all()):
-        raise RuntimeError("the model produced logits that are not finite: check the engine's weights and dtypes")
+        raise InferenceError(NOT_FINITE)
     if batch.all_greedy:
         return logits.argmax(dim=1)
     ids, probs = _ranked_probabilities(logits, batch)

@@ -18,6 +18,7 @@ from replayssm.plugins.network import Network
 from replayssm.plugins.slot_blob import load_slot, save_slot, stagger_tail
 from replayssm.plugins.state import LayerState, allocate_state, commit, copy_slot, raise_on_error
 from replayssm.runtime.engine import Engine
+from replayssm.runtime.errors import InferenceError
 from replayssm.runtime.executor import Executor
 
 PREFILL_CHUNK = 256
@@ -93,7 +94,7 @@ class _Program:
         wanted: Sequence[str],
         hidden_states: torch.Tensor | None = None,
     ) -> StepResult:
-        """Run `rows`, whose windows begin at `seq_lens`. Raises RuntimeError if an operator refused a row."""
+        """Run `rows`, whose windows begin at `seq_lens`. Raises InferenceError if an operator refused a row."""
         lengths = [len(row.tokens) for row in rows]
         starts = [0]
         for length in lengths:
@@ -119,7 +120,12 @@ class _Program:
         if hidden_states is not None:
             inputs["hidden_states"] = hidden_states
         outputs = self._executor(inputs)
-        raise_on_error(self._error_flag)
+        try:
+            raise_on_error(self._error_flag)
+        except RuntimeError as error:
+            raise InferenceError(
+                f"{error}; start again with a new session, and if it returns, rebuild the engine or report it"
+            ) from error
         return StepResult(outputs["logits"], outputs["hidden_states"], tuple(logits_spans), token_spans)
 
     def _tensor(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:

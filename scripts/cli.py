@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 import click
 
+from replayssm.runtime.errors import InferenceError
+
 COMMANDS = {
     "quantize": "Quantize a Hugging Face checkpoint to NVFP4 or FP8.",
     "build": "Build an engine directory from a checkpoint.",
@@ -58,7 +60,7 @@ class LazyGroup(click.Group):
             _fail(error.format_message().rstrip(".") + help_hint)
         except click.ClickException as error:
             _fail(error.format_message())
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, InferenceError) as error:
             _fail(_one_line(error))
         except click.Abort:
             click.echo("interrupted", err=True)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from replayssm.runtime.errors import InferenceError
 from replayssm.runtime.sampling import Purpose, SamplingBatch, SamplingParams, draw, probabilities, sample, uniform
 from replayssm.runtime.sampling import _philox as philox
 
@@ -166,7 +167,7 @@ def test_masked_logits_are_never_drawn():
 def test_damaged_logits_are_reported(value):
     logits = logits_of(0, 2)
     logits[1, 3] = value
-    with pytest.raises(RuntimeError, match="not finite"):
+    with pytest.raises(InferenceError, match="not finite"):
         sample(logits, SamplingBatch([SamplingParams()] * 2, [0, 1]))
 
 

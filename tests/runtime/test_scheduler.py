@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replayssm.runtime.errors import InferenceError
 from replayssm.runtime.generation import generate
 from replayssm.runtime.requests import Request
 from replayssm.runtime.sampling import SamplingParams
@@ -348,7 +349,7 @@ def test_damaged_logits_end_one_request_only(tiny_engine, alone):
     assert "not finite" in bad.error
     assert good.generated == alone("nano", buffer_len=8)[2]
     session.step = lambda rows: (lambda r: r.logits.fill_(float("nan")) is None or r)(step(rows))
-    with pytest.raises(RuntimeError, match="not finite"):
+    with pytest.raises(InferenceError, match="not finite"):
         generate(session, [[1, 2]], 3)
     assert session.free_slots == 2
 

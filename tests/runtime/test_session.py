@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from replayssm.runtime.errors import InferenceError
 from replayssm.runtime.session import DraftRow, Row, Session
 
 LAYOUTS = ("nano", "super", "qwen", "qwen_moe")
@@ -326,7 +327,7 @@ def test_an_operator_that_refuses_a_row_is_reported_once(tiny_engine):
     slot = session.allocate()
     session.prefill(slot, random_tokens(30))
     session._seq_lens[slot] = 2
-    with pytest.raises(RuntimeError, match="seq_len lies below its checkpoint"):
+    with pytest.raises(InferenceError, match="seq_len lies below its checkpoint"):
         session.step([Row(slot, [1])])
     session._seq_lens[slot] = 30
     session.step([Row(slot, [1])])

@@ -14,6 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from replayssm.runtime.errors import InferenceError
 from replayssm.scripts import cli
 
 CONSOLE_SCRIPT = Path(sys.executable).with_name("replayssm")
@@ -73,7 +74,9 @@ def test_help_is_quick_and_imports_nothing_heavy():
     assert min(times) < 0.5
 
 
-@pytest.mark.parametrize("error", [ValueError("expected a,\n  got b"), OSError("no space left")])
+@pytest.mark.parametrize(
+    "error", [ValueError("expected a,\n  got b"), OSError("no space left"), InferenceError("not finite")]
+)
 def test_bad_input_is_one_line_and_exit_code_2(runner, failing, monkeypatch, error):
     monkeypatch.delenv(cli.DEBUG_VARIABLE, raising=False)
     failing(error)

@@ -158,6 +158,34 @@ def test_damaged_engine(engine, tmp_path, damage, arguments, message):
     assert message in result.stderr
 
 
+def fill_with_nan(directory, end):
+    """NaN in every weight whose name ends so, of the same size: damage that only --verify sees."""
+    changed = 0
+    for path in (directory / "weights").iterdir():
+        content = bytearray(path.read_bytes())
+        start = 8 + int.from_bytes(content[:8], "little")
+        for name, entry in json.loads(content[8:start]).items():
+            if name.endswith(end):
+                first, last = (start + offset for offset in entry["data_offsets"])
+                content[first:last] = b"\xff" * (last - first)
+                changed += 1
+        path.write_bytes(bytes(content))
+    assert changed
+    return directory
+
+
+@pytest.mark.parametrize("end", ["norm.weight", "embeddings.weight", "A_log"])
+@pytest.mark.parametrize("draft", ["none", "mtp"])
+def test_weights_full_of_nan(engine, tmp_path, end, draft):
+    directory = fill_with_nan(shutil.copytree(engine, tmp_path / "engine"), end)
+    result = generate(directory, "--prompt", PROMPT, "--draft", draft)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: the model produced logits that are not finite")
+    assert "--verify" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
