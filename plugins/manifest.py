@@ -19,6 +19,9 @@ FORMAT = "replayssm-engine"
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "config.json"
 VERIFY_LEVELS = ("size", "full")
+ALWAYS_HASHED_BYTES = 8 << 20
+"""Largest file, weights aside, whose SHA-256 is compared at every load: some milliseconds for all of them."""
+
 _HASH_BLOCK = 1 << 20
 
 
@@ -195,10 +198,15 @@ def read_manifest(directory: Path) -> EngineManifest:
         raise EngineDirectoryError(f"{path}: {error}") from error
 
 
-def verify_files(directory: Path, manifest: EngineManifest, level: str = "size") -> None:
-    """Check every listed file: presence and size, with level "full" also the SHA-256 (reads everything).
+def _is_always_hashed(entry: FileEntry, manifest: EngineManifest) -> bool:
+    small = entry.size <= ALWAYS_HASHED_BYTES and entry.name not in manifest.weight_files
+    return small or entry.name == manifest.networks
 
-    Raises EngineDirectoryError for the first file that differs.
+
+def verify_files(directory: Path, manifest: EngineManifest, level: str = "size") -> None:
+    """Check every listed file: presence, size and SHA-256, with level "size" no SHA-256 of weights and large files.
+
+    What says how the engine runs (networks, generation settings, tokenizers of usual size) is always read. Raises EngineDirectoryError for the first file that differs.
     """
     if level not in VERIFY_LEVELS:
         raise ValueError(f"verify must be one of {', '.join(VERIFY_LEVELS)}, got {level!r}")
@@ -211,7 +219,7 @@ def verify_files(directory: Path, manifest: EngineManifest, level: str = "size")
             raise EngineDirectoryError(
                 f"{path} has {size} bytes, the manifest says {entry.size}: rebuild or copy the engine again"
             )
-        if level == "full" and sha256_file(path) != entry.sha256:
+        if (level == "full" or _is_always_hashed(entry, manifest)) and sha256_file(path) != entry.sha256:
             raise EngineDirectoryError(
                 f"{path} does not have the SHA-256 of the manifest: it was altered or damaged; rebuild the engine"
             )

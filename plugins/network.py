@@ -12,13 +12,14 @@ the output of exactly one earlier node. Shapes are tuples whose entries are ints
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from replayssm.plugins.contract import Geometry, geometry_from_json, geometry_to_json
+from replayssm.plugins.contract import ELEMENT_BITS, MAX_SIZE, Geometry, geometry_from_json, geometry_to_json
 
 Dim = int | str
 SYMBOLS = ("T", "B", "R")
+DTYPES = (*ELEMENT_BITS, "int64")
 
 CALL_INPUTS: dict[str, tuple[str, tuple[Dim, ...]]] = {
     "token_ids": ("int64", ("T",)),
@@ -133,18 +134,91 @@ class Network:
         }
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Network:
+    def from_json(cls, value: Any) -> Network:
+        """Inverse of `to_json`. Raises ValueError for anything of another form, naming the place."""
+        _require_fields("a network", value, cls)
+        name = _text("a network's name", value["name"])
+        where = f"network {name!r}"
         network = cls(
-            name=value["name"],
-            inputs={k: TensorSpec(v["dtype"], tuple(v["shape"])) for k, v in value["inputs"].items()},
-            weights={k: WeightSpec(v["dtype"], tuple(v["shape"])) for k, v in value["weights"].items()},
-            states={k: StateSpec(geometry_from_json(v["geometry"]), v["layer"]) for k, v in value["states"].items()},
+            name=name,
+            inputs=_specs(where, value, "inputs", TensorSpec),
+            weights=_specs(where, value, "weights", WeightSpec),
+            states={key: _state(f"{where}, state {key!r}", v) for key, v in _mapping(where, value, "states").items()},
             nodes=[
-                Node(v["op"], tuple(v["inputs"]), tuple(v["outputs"]), v["attributes"], v["state"])
-                for v in value["nodes"]
+                _node(f"{where}, node {index}", v)
+                for index, v in enumerate(_typed(f"{where}: nodes", value["nodes"], list))
             ],
-            values={k: TensorSpec(v["dtype"], tuple(v["shape"])) for k, v in value["values"].items()},
-            outputs=dict(value["outputs"]),
+            values=_specs(where, value, "values", TensorSpec),
+            outputs={key: _text(f"{where}: output {key!r}", v) for key, v in _mapping(where, value, "outputs").items()},
         )
         network.validate()
         return network
+
+
+def _typed(what: str, value: Any, kind: type) -> Any:
+    # `to_json` keeps tuples, which only the JSON text turns into lists.
+    if not isinstance(value, (list, tuple) if kind is list else kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"{what} must be a {_JSON_NAMES[kind]}, got {repr(value)[:40]}")
+    return value
+
+
+_JSON_NAMES = {dict: "JSON object", list: "JSON list", str: "text", int: "whole number"}
+
+
+def _require_fields(what: str, value: Any, kind: type) -> None:
+    """ValueError unless `value` is an object with exactly the fields of the dataclass `kind`."""
+    expected = {item.name for item in fields(kind)}
+    if _typed(what, value, dict).keys() != expected:
+        raise ValueError(f"{what} must have the fields {', '.join(sorted(expected))}, got {', '.join(sorted(value))}")
+
+
+def _text(what: str, value: Any) -> str:
+    return _typed(what, value, str)
+
+
+def _texts(what: str, value: Any) -> tuple[str, ...]:
+    return tuple(_text(f"each of {what}", item) for item in _typed(what, value, list))
+
+
+def _mapping(where: str, value: dict[str, Any], name: str) -> dict[str, Any]:
+    return _typed(f"{where}: {name}", value[name], dict)
+
+
+def _specs(where: str, value: dict[str, Any], name: str, kind: type) -> dict[str, Any]:
+    symbols = SYMBOLS if kind is TensorSpec else ()
+    return {key: _spec(f"{where}: {key!r}", item, kind, symbols) for key, item in _mapping(where, value, name).items()}
+
+
+def _spec(what: str, value: Any, kind: type, symbols: tuple[str, ...]) -> Any:
+    _require_fields(what, value, kind)
+    if _text(f"the dtype of {what}", value["dtype"]) not in DTYPES:
+        raise ValueError(f"the dtype of {what} must be one of {', '.join(DTYPES)}, got {value['dtype'][:40]!r}")
+    shape = _typed(f"the shape of {what}", value["shape"], list)
+    for size in shape:
+        known = isinstance(size, str) and size in symbols
+        if not known and not 0 <= _typed(f"a size of {what}", size, int) <= MAX_SIZE:
+            raise ValueError(f"a size of {what} must lie in [0, {MAX_SIZE}], got {size}")
+    return kind(value["dtype"], tuple(shape))
+
+
+def _state(what: str, value: Any) -> StateSpec:
+    _require_fields(what, value, StateSpec)
+    if not 0 <= _typed(f"the layer of {what}", value["layer"], int) <= MAX_SIZE:
+        raise ValueError(f"the layer of {what} must lie in [0, {MAX_SIZE}], got {value['layer']}")
+    _typed(f"the geometry of {what}", value["geometry"], dict)
+    try:
+        return StateSpec(geometry_from_json(value["geometry"]), value["layer"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+def _node(what: str, value: Any) -> Node:
+    _require_fields(what, value, Node)
+    state = value["state"]
+    return Node(
+        _text(f"the op of {what}", value["op"]),
+        _texts(f"the inputs of {what}", value["inputs"]),
+        _texts(f"the outputs of {what}", value["outputs"]),
+        _typed(f"the attributes of {what}", value["attributes"], dict),
+        None if state is None else _text(f"the state of {what}", state),
+    )

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from replayssm.plugins.manifest import EngineDirectoryError, EngineManifest, read_manifest, verify_files
 from replayssm.plugins.network import Network
 from replayssm.plugins.state import torch_dtype
+from replayssm.runtime.network_check import check_network
 
 SUPPORTED_TARGETS = ("torch",)
 
@@ -35,7 +36,8 @@ class Engine:
     def load(cls, directory: str | Path, verify: str = "size") -> Engine:
         """Load the engine in `directory`.
 
-        verify: "size" compares file sizes with the manifest, "full" also every SHA-256, which reads all weights.
+        verify: "size" compares file sizes with the manifest, and the SHA-256 of all but weights and large files;
+            "full" compares every SHA-256, which reads all weights.
         Raises EngineDirectoryError (a ValueError) for anything that is not a whole engine of a known schema.
         """
         directory = Path(directory)
@@ -86,11 +88,19 @@ class Engine:
 def _read_networks(path: Path) -> dict[str, Network]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"expected a JSON object, got a {type(content).__name__}")
         networks = {name: Network.from_json(value) for name, value in content.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise EngineDirectoryError(f"{path} does not hold networks ({error!r}): rebuild the engine") from error
+        for network in networks.values():
+            check_network(network)
+    except (ValueError, RecursionError) as error:
+        raise EngineDirectoryError(
+            f"{path} does not hold networks that this version runs ({error}): rebuild the engine"
+        ) from error
     if "main" not in networks:
         raise EngineDirectoryError(f"{path} has no network 'main': rebuild the engine")
+    if "hidden_states" in networks["main"].inputs:
+        raise EngineDirectoryError(f"{path}: the network 'main' cannot have the input 'hidden_states'")
     return networks
 
 

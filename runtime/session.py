@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.manifest import EngineDirectoryError
 from replayssm.plugins.network import Network
 from replayssm.plugins.slot_blob import load_slot, save_slot, stagger_tail
 from replayssm.plugins.state import LayerState, allocate_state, commit, copy_slot, raise_on_error
@@ -160,13 +161,27 @@ class Session:
             self._use_kernels()
         flag = torch.zeros(1, dtype=torch.int32, device=self.device)
         unpacked: dict[str, torch.Tensor] = {}
-        self._programs = {
-            name: _Program(network, engine, self.slots, self.device, flag, unpacked)
-            for name, network in engine.networks.items()
-        }
+        try:
+            self._programs = {
+                name: _Program(network, engine, self.slots, self.device, flag, unpacked)
+                for name, network in engine.networks.items()
+            }
+        except (LookupError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
+            raise self._unfit(error) from error
         self._free = list(range(self.slots))
         self._seq_lens: dict[int, int] = {}
         self._windows: dict[int, int] = {}
+
+    def _unfit(self, error: Exception) -> Exception:
+        """What to raise for an error that a checked engine of this version cannot cause, or else `error` itself."""
+        if self.device.type != "cpu" or isinstance(error, InferenceError):
+            return error
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            return ValueError(f"the memory does not hold the weights and the state of {self.slots} sequences ({error})")
+        return EngineDirectoryError(
+            f"the networks of {self.engine.directory} do not fit this version ({type(error).__name__}: {error}): "
+            "rebuild the engine"
+        )
 
     @staticmethod
     def _use_kernels() -> None:
@@ -315,12 +330,18 @@ class Session:
         return {slot: result.row_logits(index) for index, slot in enumerate(windows)}
 
     def warm_up(self) -> None:
-        """Run a token in a free slot and forget it: one-time costs of imports and kernels are then paid."""
+        """Run a token in a free slot and forget it: one-time costs of imports and kernels are then paid.
+
+        Raises EngineDirectoryError if the engine's networks cannot be run.
+        """
         slot = self.allocate()
         try:
             result = self.step([Row(slot, [0])])
             if "mtp" in self._programs:
                 self.draft_step([DraftRow(slot, [0], 0, result.hidden_states)])
+        except (LookupError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
+            # Shapes that contradict each other show here first.
+            raise self._unfit(error) from error
         finally:
             self.free(slot)
 

@@ -26,7 +26,7 @@ def small_network() -> Network:
                 "causal_conv1d_window",
                 ("h", "conv", "seq_lens", "window_starts", "window_lens", "state_batch_indices"),
                 ("x",),
-                {"silu": True},
+                {"bias": False},
                 "conv.0",
             ),
         ],
@@ -75,3 +75,40 @@ def test_validate_refuses(message):
         network.validate()
     with pytest.raises(ValueError, match=message):
         Network.from_json(network.to_json())
+
+
+MALFORMED = {
+    "op of network 'main', node 0 must be a text": lambda v: v["nodes"][0].update(op=[]),
+    "state of network 'main', node 1 must be a text": lambda v: v["nodes"][1].update(state=3),
+    "attributes of network 'main', node 0 must be a JSON object": lambda v: v["nodes"][0].update(attributes=None),
+    "each of the inputs of .*, node 0 must be a text": lambda v: v["nodes"][0].update(inputs=["token_ids", {}]),
+    "nodes must be a JSON list": lambda v: v.update(nodes={}),
+    "node 0 must have the fields": lambda v: v["nodes"][0].pop("inputs"),
+    "a network must have the fields": lambda v: v.update(more=1),
+    "outputs must be a JSON object": lambda v: v.update(outputs=[]),
+    "output 'hidden_states' must be a text": lambda v: v["outputs"].update(hidden_states=1),
+    "layer of .* must be a whole number, got 'x'": lambda v: v["states"]["ssm.0"].update(layer="x"),
+    "layer of .* must be a whole number, got True": lambda v: v["states"]["ssm.0"].update(layer=True),
+    "state 'ssm.0': unknown geometry kind": lambda v: v["states"]["ssm.0"]["geometry"].update(kind="x"),
+    "state 'ssm.0': .*unexpected keyword": lambda v: v["states"]["ssm.0"]["geometry"].update(x=1),
+    "state 'ssm.0': .*must be an integer": lambda v: v["states"]["ssm.0"]["geometry"].update(nheads="2"),
+    "dtype of .*'conv' must be one of": lambda v: v["weights"]["conv"].update(dtype="nn"),
+    "dtype of .*'h' must be a text": lambda v: v["values"]["h"].update(dtype=[]),
+    "a size of .*'conv' must be a whole number, got 'T'": lambda v: v["weights"]["conv"].update(shape=["T"]),
+    "a size of .*'h' must be a whole number, got 1.5": lambda v: v["values"]["h"].update(shape=["T", 1.5]),
+    "a size of .*'h' must lie in": lambda v: v["values"]["h"].update(shape=["T", 2**40]),
+}
+
+
+@pytest.mark.parametrize("message", MALFORMED)
+def test_from_json_refuses_another_form(message):
+    value = json.loads(json.dumps(small_network().to_json()))
+    MALFORMED[message](value)
+    with pytest.raises(ValueError, match=message):
+        Network.from_json(value)
+
+
+@pytest.mark.parametrize("value", [None, [], "main", 1, {}])
+def test_from_json_refuses_what_is_no_network(value):
+    with pytest.raises(ValueError, match="a network must"):
+        Network.from_json(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from replayssm.plugins.manifest import MANIFEST_NAME, EngineDirectoryError, read_manifest
 from replayssm.plugins.manifest import _body_sha256 as body_sha256
 from replayssm.runtime.engine import Engine
+from replayssm.runtime.session import Session
 
 
 @pytest.fixture
@@ -78,6 +80,91 @@ def test_flipped_byte_in_any_file(copy):
     Engine.load(copy, "full")
 
 
+def test_a_flipped_bit_in_a_small_file_shows_at_every_load(copy):
+    """Networks and tokenizer say how the engine runs; only weights are compared by size alone."""
+    for entry in read_manifest(copy).files:
+        content = bytearray((copy / entry.name).read_bytes())
+        content[-1] ^= 1
+        (copy / entry.name).write_bytes(bytes(content))
+        if entry.name.endswith(".safetensors"):
+            Engine.load(copy)
+        else:
+            with pytest.raises(EngineDirectoryError, match=f"{entry.name} does not have the SHA-256"):
+                Engine.load(copy)
+        content[-1] ^= 1
+        (copy / entry.name).write_bytes(bytes(content))
+
+
+def node(networks, op):
+    return next(node for node in networks["main"]["nodes"] if node["op"] == op)
+
+
+MALFORMED = {
+    "operator is unknown; known are": lambda n: node(n, "mamba2_window").update(op="mamba3_window"),
+    "the operator is unknown": lambda n: node(n, "linear").update(op="conv"),
+    "the state must have a AttentionGeometry": lambda n: node(n, "attention_window").update(
+        state=node(n, "mamba2_window")["state"]
+    ),
+    "must have a state": lambda n: node(n, "mamba2_window").update(state=None),
+    "must have no state": lambda n: node(n, "linear").update(state=node(n, "mamba2_window")["state"]),
+    "attributes activations, format, output_dtype, got format": lambda n: [
+        node(n, "linear")["attributes"].pop(key) for key in ("activations", "output_dtype")
+    ],
+    "must have the attributes eps, zero_centered, got": lambda n: node(n, "rms_norm")["attributes"].update(more=1),
+    "the attribute 'format' cannot be 'int3'": lambda n: node(n, "linear")["attributes"].update(format="int3"),
+    "the attribute 'eps' cannot be nan": lambda n: node(n, "rms_norm")["attributes"].update(eps=float("nan")),
+    "the attribute 'output_dtype' cannot be": lambda n: node(n, "linear")["attributes"].update(output_dtype="nn"),
+    "takes 11 inputs, got 10": lambda n: node(n, "mamba2_window")["inputs"].pop(),
+    r"node 1 \(rms_norm\) takes 2 inputs, got 1": lambda n: node(n, "rms_norm")["inputs"].pop(),
+    "has no output hidden_states, logits": lambda n: n["main"].update(outputs={}),
+    "op of network 'main', node 0 must be a text": lambda n: n["main"]["nodes"][0].update(op=[]),
+    "layer of .* must be a whole number": lambda n: next(iter(n["main"]["states"].values())).update(layer="x"),
+    "its inputs have the sizes": lambda n: n["main"]["states"][node(n, "mamba2_window")["state"]]["geometry"].update(
+        nheads=2**30, ngroups=2**10
+    ),
+    "must be an integer between 1": lambda n: n["main"]["states"][node(n, "mamba2_window")["state"]]["geometry"].update(
+        nheads=10**30
+    ),
+    "each state must belong to one node": lambda n: n["main"]["nodes"].remove(node(n, "mamba2_window")),
+}
+
+
+@pytest.mark.parametrize("message", MALFORMED)
+def test_networks_that_do_not_fit_this_version(copy, message):
+    networks = json.loads((copy / "networks.json").read_text())
+    MALFORMED[message](networks)
+    reseal(copy, "networks.json", json.dumps(networks).encode())
+    with pytest.raises(EngineDirectoryError, match=message):
+        Engine.load(copy)
+
+
+def test_any_damage_to_networks_is_an_error_about_the_engine(tiny_engine, tmp_path):
+    """Random edits of the networks: the engine loads and runs a token, or one error says to rebuild it."""
+    choose = random.Random(0)
+    copy = shutil.copytree(tiny_engine("nano", dtype="bfloat16").directory, tmp_path / "engine")
+    text = (copy / "networks.json").read_text()
+    refused = 0
+    for _ in range(150):
+        networks = json.loads(text)
+        parent = networks
+        while True:
+            key = choose.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
+            if not isinstance(parent[key], (dict, list)) or not parent[key] or choose.random() < 0.1:
+                break
+            parent = parent[key]
+        if choose.random() < 0.2:
+            del parent[key]
+        else:
+            parent[key] = choose.choice([None, [], {}, "x", -1, 0, 3, 2**40, 10**400, True, 0.5, "T", "linear"])
+        reseal(copy, "networks.json", json.dumps(networks).encode())
+        try:
+            Session(Engine.load(copy), slots=1).warm_up()
+        except EngineDirectoryError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 100
+
+
 def test_newer_schema_and_foreign_target(copy):
     body = read_manifest(copy).to_json()
     newer = {**body, "schema_version": body["schema_version"] + 1}
@@ -94,7 +181,8 @@ def test_contents_that_do_not_belong_together(copy, tiny_engine):
     networks = json.loads((copy / "networks.json").read_text())
     for content, message in (
         (b"{}", "no network 'main'"),
-        (b"[1]", "does not hold networks"),
+        (b"[1]", "does not hold networks.*expected a JSON object, got a list"),
+        (b"[" * 100_000, "does not hold networks"),
         (b"{", "does not hold networks"),
         (json.dumps({"main": {"name": "main"}}).encode(), "does not hold networks"),
         ((tiny_engine("qwen", dtype="bfloat16").directory / "networks.json").read_bytes(), "has no weight"),
