@@ -39,7 +39,7 @@ VARIANTS = (
     Variant("bf16, plain", quantized=False, buffer_len=0),
     Variant("NVFP4, plain", quantized=True, buffer_len=0),
     Variant("NVFP4, replay", quantized=True, buffer_len=BUFFER_LEN),
-    Variant("NVFP4, replay, MTP drafts", quantized=True, buffer_len=BUFFER_LEN, draft="mtp"),
+    Variant("NVFP4, replay, MTP", quantized=True, buffer_len=BUFFER_LEN, draft="mtp"),
 )
 
 
@@ -49,35 +49,30 @@ class Commands:
     def __init__(self, console: Console) -> None:
         self.console = console
 
-    def kept(self, output: Path) -> bool:
-        """Whether an earlier run made `output`; says so."""
-        if output.exists():
+    def make(self, source: Path, output: Path, *arguments: str) -> Path:
+        """Run a command that makes `output` from `source`, unless an earlier run did since `source` changed."""
+        if output.exists() and output.stat().st_mtime >= max(path.stat().st_mtime for path in source.iterdir()):
             self.console.print(f"[dim]{output} is there from an earlier run[/dim]", highlight=False, soft_wrap=True)
-        return output.exists()
-
-    def run(self, *arguments: str) -> None:
+            return output
+        arguments = (arguments[0], "--checkpoint", str(source), "--output", str(output), *arguments[1:])
+        if output.exists():
+            arguments += ("--overwrite",)
         self.console.print(f"[dim]$ replayssm {' '.join(arguments)}[/dim]", highlight=False, soft_wrap=True)
         replayssm.main(list(arguments), prog_name="replayssm", standalone_mode=False)
+        return output
 
 
 def quantize(commands: Commands, name: str) -> Path:
     """NVFP4 checkpoint of an example."""
-    output = WORK / f"{name}-nvfp4"
-    if not commands.kept(output):
-        commands.run("quantize", "--checkpoint", str(EXAMPLES / name), "--output", str(output), "--recipe", "nvfp4")
-    return output
+    return commands.make(EXAMPLES / name, WORK / f"{name}-nvfp4", "quantize", "--recipe", "nvfp4")
 
 
 def build(commands: Commands, checkpoint: Path, buffer_len: int) -> Path:
     """Engine of a checkpoint; the baseline needs no drafts."""
     output = WORK / "engines" / f"{checkpoint.name}-L{buffer_len}"
-    if not commands.kept(output):
-        drafts = ("--max-draft-len", str(DRAFT_LEN)) if buffer_len else ()
-        commands.run(
-            *("build", "--checkpoint", str(checkpoint), "--output", str(output)),
-            *("--buffer-len", str(buffer_len), *drafts, "--max-seq-len", str(MAX_SEQ_LEN)),
-        )
-    return output
+    drafts = ("--max-draft-len", str(DRAFT_LEN)) if buffer_len else ()
+    options = ("--buffer-len", str(buffer_len), *drafts, "--max-seq-len", str(MAX_SEQ_LEN))
+    return commands.make(checkpoint, output, "build", *options)
 
 
 def ask(engine: Path, question: str, draft: str) -> Any:
@@ -123,7 +118,10 @@ def demonstrate(commands: Commands, name: str, question: str, answer: str) -> No
             f"{result.acceptance_length:.2f}",
         )
     console.print(table)
-    console.print("plain: the state is rewritten for every token. replay: every 16 tokens.", highlight=False)
+    console.print(
+        "plain: the state is rewritten for every token. replay: every 16 tokens. MTP: drafts of the MTP head.",
+        highlight=False,
+    )
     show_traffic(console, quantized)
 
 
@@ -149,7 +147,11 @@ def main(clean: bool) -> None:
         shutil.rmtree(WORK, ignore_errors=True)
     questions = json.loads((EXAMPLES / "questions.json").read_text(encoding="utf-8"))
     for name, entry in questions.items():
-        demonstrate(Commands(console), name, entry["question"], entry["answer"])
+        try:
+            demonstrate(Commands(console), name, entry["question"], entry["answer"])
+        except ValueError as error:
+            hint = "start over with: bash scripts/quickstart.sh --clean"
+            raise click.ClickException(f"{error}\nIf {WORK} is damaged or from another version, {hint}") from error
     console.print(
         "\nTokens/s are of this machine at this moment. The models are tiny, and a CPU spends its time elsewhere than "
         "in the state: what replay saves shows on a GPU. What must hold anywhere is that the text stays the same."
