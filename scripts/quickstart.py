@@ -48,9 +48,13 @@ class Commands:
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self.made: set[Path] = set()
 
     def make(self, source: Path, output: Path, *arguments: str) -> Path:
         """Run a command that makes `output` from `source`, unless an earlier run did since `source` changed."""
+        if output in self.made:
+            return output
+        self.made.add(output)
         if output.exists() and output.stat().st_mtime >= max(path.stat().st_mtime for path in source.iterdir()):
             self.console.print(f"[dim]{output} is there from an earlier run[/dim]", highlight=False, soft_wrap=True)
             return output
