@@ -206,7 +206,8 @@ def _is_always_hashed(entry: FileEntry, manifest: EngineManifest) -> bool:
 def verify_files(directory: Path, manifest: EngineManifest, level: str = "size") -> None:
     """Check every listed file: presence, size and SHA-256, with level "size" no SHA-256 of weights and large files.
 
-    What says how the engine runs (networks, generation settings, tokenizers of usual size) is always read. Raises EngineDirectoryError for the first file that differs.
+    What says how the engine runs (networks, generation settings, tokenizers of usual size) is always read.
+    Raises EngineDirectoryError for the first file that differs.
     """
     if level not in VERIFY_LEVELS:
         raise ValueError(f"verify must be one of {', '.join(VERIFY_LEVELS)}, got {level!r}")

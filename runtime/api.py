@@ -20,7 +20,6 @@ from fastapi import Request as HttpRequest
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
-from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,6 +31,7 @@ from replayssm.runtime.metrics import Metrics
 from replayssm.runtime.requests import Request, Update
 from replayssm.runtime.sampling import SamplingParams
 from replayssm.runtime.scheduler import QueueFullError
+from replayssm.runtime.text import encode_chat, encode_text
 
 logger = logging.getLogger("replayssm.server")
 CLIENT_CLOSED_REQUEST = 499
@@ -177,7 +177,7 @@ class Server:
         if not isinstance(prompt, str):
             return prompt
         with self._encoding:
-            return list(self._encoder(prompt)["input_ids"])
+            return encode_text(self._encoder, prompt)
 
     def _encode_chat(self, body: ChatBody) -> list[int]:
         template = self.options.chat_template or self._encoder.chat_template
@@ -187,18 +187,8 @@ class Server:
             {"role": "system" if message.role == "developer" else message.role, "content": message.text}
             for message in body.messages
         ]
-        try:
-            with self._encoding:
-                encoded = self._encoder.apply_chat_template(
-                    messages,
-                    chat_template=template,
-                    add_generation_prompt=True,
-                    return_dict=True,
-                    **(body.chat_template_kwargs or {}),
-                )
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template refused the messages: {error}") from error
-        return list(encoded["input_ids"])
+        with self._encoding:
+            return encode_chat(self._encoder, messages, template, body.chat_template_kwargs)
 
     def _check_model(self, body: GenerationBody) -> None:
         if body.model is not None and body.model != self.options.model:

@@ -13,7 +13,7 @@ from typing import Any
 
 from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry
 from replayssm.plugins.network import CALL_INPUTS, DTYPES, Network, Node
-from replayssm.runtime.functional_ops import OPERATORS, WEIGHT_OPERATORS, scale_count
+from replayssm.runtime.functional_ops import WEIGHT_OPERATORS, scale_count
 
 ROW_INPUTS = 4
 """Inputs of a stateful operator behind its own: seq_lens, window_starts, window_lens, state_batch_indices."""
@@ -153,7 +153,7 @@ def _check_state(where: str, network: Network, node: Node, kind: type) -> None:
     """The geometry has the operator's kind and the sizes of its inputs, so that no state is larger than its use."""
     geometry = network.states[node.state].geometry
     if not isinstance(geometry, kind):
-        raise ValueError(f"{where}: the state must have a {kind.__name__}, got {geometry}")
+        raise ValueError(f"{where}: the state must have {kind.__name__}, got {geometry}")
     shapes = [network.spec(name).shape for name in node.inputs[:4]]
     if kind is Mamba2Geometry:
         got = (shapes[0][1:], shapes[2][1:])

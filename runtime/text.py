@@ -1,12 +1,58 @@
-"""Tokens to text while they arrive: whole characters only, and stop strings."""
+"""Text to tokens, and tokens to text while they arrive: whole characters only, and stop strings."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer decodes an unfinished UTF-8 sequence to."""
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of `text`. Raises ValueError where it holds surrogates, which no UTF-8 text has."""
+    _check_text(text)
+    # Without `verbose` transformers warns on stderr of texts longer than the checkpoint's own limit; ours is checked.
+    return list(tokenizer(text, verbose=False)["input_ids"])
+
+
+def encode_chat(
+    tokenizer: Any, messages: list[dict[str, Any]], template: str | None = None, variables: dict[str, Any] | None = None
+) -> list[int]:
+    """Token ids of `messages` in a chat template, the tokenizer's own by default, up to where the answer begins.
+
+    variables: of the template.
+    Raises ValueError if the template fails. It is a program of whoever made the checkpoint, so any exception may come.
+    """
+    for message in messages:
+        for value in message.values():
+            if isinstance(value, str):
+                _check_text(value)
+    try:
+        encoded = tokenizer.apply_chat_template(
+            messages,
+            chat_template=template,
+            add_generation_prompt=True,
+            return_dict=True,
+            tokenizer_kwargs={"verbose": False},
+            **(variables or {}),
+        )
+        # A variable with the name of one of the call's options can change what comes back.
+        return [operator.index(token) for token in encoded["input_ids"]]
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"the chat template refused the messages: {reason}") from error
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text is not valid Unicode: character {error.start} is a lone surrogate, which a byte that is not "
+            "UTF-8 becomes on a command line: convert the text to UTF-8 first"
+        ) from error
 
 
 class TextStream:
@@ -19,6 +65,8 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         if any(not text for text in stop):
             raise ValueError("a stop string must not be empty")
+        for text in stop:
+            _check_text(text)
         self.text = ""
         self.stopped = False
         self._tokenizer = tokenizer

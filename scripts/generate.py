@@ -130,13 +130,14 @@ def _read(path: Path) -> str:
 
 
 def encode(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    """Token ids of a prompt. Raises ValueError for what is not text and for a chat template that fails."""
+    from replayssm.runtime.text import encode_chat, encode_text
+
     if not chat:
-        return list(tokenizer(text)["input_ids"])
+        return encode_text(tokenizer, text)
     if not tokenizer.chat_template:
         raise ValueError("the checkpoint has no chat template: leave out --chat")
-    messages = [{"role": "user", "content": text}]
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"])
+    return encode_chat(tokenizer, [{"role": "user", "content": text}])
 
 
 def _to_json(result: Any) -> dict[str, Any]:

@@ -173,6 +173,28 @@ def test_chat(client, alone):
     assert flagged.choices[0].message.content == alone("system: Short.\nuser: Hi\n!assistant:", 9).text
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no') }}", "{{ 1 // 0 }}", "{{ ''.__class__.__mro__ }}", "{% if %}"]
+)
+def test_a_chat_template_that_fails_is_a_bad_request(server, client, monkeypatch, template):
+    application = server.app.state.server
+    monkeypatch.setattr(application, "options", replace(application.options, chat_template=template))
+    with pytest.raises(openai.BadRequestError, match="the chat template refused the messages: "):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize("name", ["chat_template", "messages", "tokenizer", "conversation"])
+def test_template_variables_cannot_replace_the_template(client, name):
+    """A client's template would be a program of its own."""
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "a"}],
+            max_completion_tokens=1,
+            extra_body={"chat_template_kwargs": {name: "x", "tokenize": False}},
+        )
+
+
 def test_stop_strings(client, alone):
     text = alone(PROMPTS[2], 30).text
     stop = text[8:11]

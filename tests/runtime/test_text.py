@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replayssm.runtime.text import TextStream
+from replayssm.runtime.text import TextStream, encode_chat, encode_text
 
 
 class ByteTokenizer:
@@ -100,3 +100,48 @@ def test_special_tokens_are_silent():
 def test_empty_stop_string():
     with pytest.raises(ValueError, match="must not be empty"):
         TextStream(ByteTokenizer(), ["a", ""])
+
+
+@pytest.mark.parametrize("encode", [encode_text, lambda tokenizer, text: encode_chat(tokenizer, [{"content": text}])])
+def test_a_lone_surrogate_is_no_text(tiny_engine, encode):
+    with pytest.raises(ValueError, match="character 2 is a lone surrogate"):
+        encode(tiny_engine("nano").tokenizer, "ab\udcff")
+
+
+FAILING_TEMPLATES = {
+    "no such role": "{{ raise_exception('no such\n role') }}",
+    "Expected an expression": "{% if %}",
+    "division": "{{ 1 // 0 }}",
+    "unsafe": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "'x' is undefined": "{{ x.y }}",
+    "range": "{{ range(10**9) }}",
+}
+
+
+@pytest.mark.parametrize("message", FAILING_TEMPLATES)
+def test_a_chat_template_that_fails(tiny_engine, message):
+    tokenizer, messages = tiny_engine("nano").tokenizer, [{"role": "user", "content": "a"}]
+    with pytest.raises(ValueError, match=f"the chat template refused the messages: .*{message}") as caught:
+        encode_chat(tokenizer, messages, FAILING_TEMPLATES[message])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "variables", [{"tokenize": False}, {"return_tensors": "pt"}, {"chat_template": "x"}, {"conversation": []}]
+)
+def test_template_variables_cannot_change_the_call(tiny_engine, variables):
+    with pytest.raises(ValueError, match="the chat template refused"):
+        encode_chat(tiny_engine("nano").tokenizer, [{"role": "user", "content": "a"}], "{{ messages }}", variables)
+
+
+def test_a_long_text_is_encoded_silently(tiny_engine, capfd, caplog):
+    """The engine's limit is checked elsewhere; the checkpoint's would be a warning of transformers."""
+    tokenizer = tiny_engine("nano").tokenizer
+    limit, tokenizer.model_max_length = tokenizer.model_max_length, 3
+    try:
+        assert len(encode_text(tokenizer, "a" * 9 + "0123")) > 3
+        assert len(encode_chat(tokenizer, [{"role": "user", "content": "0123456"}], "{{ messages[0].content }}")) > 3
+    finally:
+        tokenizer.model_max_length = limit
+    assert capfd.readouterr().err == ""
+    assert caplog.records == []

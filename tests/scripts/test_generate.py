@@ -122,6 +122,39 @@ def test_chat(engine, tiny_checkpoint, tmp_path):
     assert value["token_ids"] == expected(engine, "user: is read\nassistant:", 5).token_ids
 
 
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('only\n one turn') }}", "only one turn"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ 1 // 0 }}", "division"),
+        ("{% if %}", "Expected"),
+    ],
+)
+def test_chat_template_that_fails(engine, monkeypatch, template, message):
+    loaded = Engine.load(engine)
+    loaded.tokenizer.chat_template = template
+    monkeypatch.setattr(Engine, "load", lambda *_: loaded)
+    result = generate(engine, "--prompt", "a", "--chat")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: the chat template refused the messages: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("more", [(), ("--stop", b"\xff")])
+def test_arguments_that_are_not_utf8(engine, more):
+    """The shell hands over bytes, which Python keeps as surrogates."""
+    command = [CONSOLE_SCRIPT, "generate", "--engine", engine, "--prompt", b"is\xff" if not more else b"is", *more]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert "surrogate" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def damaged(engine, tmp_path, damage):
     return damage(shutil.copytree(engine, tmp_path / "engine"))
 
