@@ -1,8 +1,9 @@
 """One sequence's state as bytes: for preemption, prefix reuse and moving a sequence to another pool (design rule 9).
 
-A blob is a safetensors file of version 1. Its metadata has one key, "replayssm", whose value is a JSON object
+A blob is a safetensors file of version 2. Its metadata has one key, "replayssm", whose value is a JSON object
 
-    version       1
+    version       2
+    sha256        of the whole blob with the 64 digits of this field as zeros; checked before anything else is believed
     seq_len       committed tokens
     layers        state name -> {"geometry", "settings", "checkpoint_position" (recurrent layers that keep one)}
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -35,7 +37,11 @@ from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeome
 from replayssm.plugins.state import LayerState, set_checkpoint_position
 
 METADATA_KEY = "replayssm"
-VERSION = 1
+VERSION = 2
+
+_NO_DIGEST = b"0" * 64
+# The field as it stands in the safetensors header, which holds the JSON text as an escaped string.
+_DIGEST_FIELD = re.compile(rb'\\"sha256\\": \\"([0-9a-f]{64})\\", \\"version\\"')
 
 
 def save_slot(states: Mapping[str, LayerState], slot: int, seq_len: int) -> bytes:
@@ -53,8 +59,10 @@ def save_slot(states: Mapping[str, LayerState], slot: int, seq_len: int) -> byte
             stored = state[part][slot]
             live = stored if index is None else stored[index.to(stored.device)]
             tensors[f"{name}/{part}"] = live.cpu().contiguous()
-    metadata = {"version": VERSION, "seq_len": seq_len, "layers": layers}
-    return save(tensors, {METADATA_KEY: json.dumps(metadata, sort_keys=True)})
+    metadata = {"version": VERSION, "sha256": _NO_DIGEST.decode(), "seq_len": seq_len, "layers": layers}
+    blob = save(tensors, {METADATA_KEY: json.dumps(metadata, sort_keys=True)})
+    start, digest = _digest(blob)
+    return b"".join((blob[:start], digest, blob[start + len(digest) :]))
 
 
 def load_slot(blob: bytes, states: Mapping[str, LayerState], slot: int) -> int:
@@ -70,7 +78,10 @@ def load_slot(blob: bytes, states: Mapping[str, LayerState], slot: int) -> int:
     for name, state in states.items():
         _require_slot(name, state, slot)
         _require_same(name, layers[name], state)
-        for part, (index, shape) in _live_rows(name, state, seq_len, layers[name]["checkpoint_position"]).items():
+        position = layers[name]["checkpoint_position"]
+        if ("checkpoint_position" in state.tensors) != (position is not None):
+            raise ValueError(f"damaged blob: {name} cannot have its checkpoint at {position}")
+        for part, (index, shape) in _live_rows(name, state, seq_len, position).items():
             values, target = tensors.pop(f"{name}/{part}", None), state[part]
             if values is None or tuple(values.shape) != shape or values.dtype != target.dtype:
                 raise ValueError(f"damaged blob: {name}/{part} must be {list(shape)} of {target.dtype}")
@@ -163,12 +174,50 @@ def _live_rows(
 def _read(blob: bytes) -> tuple[int, dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
     """(seq_len, layers, tensors) of a blob."""
     try:
-        tensors = load(blob)
         header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
         metadata = json.loads(header["__metadata__"][METADATA_KEY])
         version = metadata["version"]
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not a state blob: {error}") from error
     if version != VERSION:
         raise ValueError(f"state blob has version {version!r}, this program reads version {VERSION}")
-    return metadata["seq_len"], metadata["layers"], tensors
+    start, digest = _digest(blob)
+    if blob[start : start + len(digest)] != digest:
+        raise ValueError("damaged blob: its content does not match its sha256")
+    try:
+        tensors = load(blob)
+        seq_len, layers = metadata["seq_len"], metadata["layers"]
+        for name, layer in layers.items():
+            _require_layer(name, layer)
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"damaged blob: {error}") from error
+    if not _is_count(seq_len):
+        raise ValueError(f"damaged blob: seq_len is {seq_len!r}")
+    return seq_len, layers, tensors
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _require_layer(name: str, layer: Any) -> None:
+    """Raise ValueError or KeyError unless a layer's metadata has the documented form."""
+    position = layer["checkpoint_position"]
+    if position is not None and not _is_count(position):
+        raise ValueError(f"{name}: checkpoint_position is {position!r}")
+    for group in ("geometry", "settings"):
+        if not isinstance(layer[group], dict):
+            raise ValueError(f"{name}: {group} is {layer[group]!r}")
+
+
+def _digest(blob: bytes) -> tuple[int, bytes]:
+    """(where a blob's SHA-256 stands, what it must be, as 64 hexadecimal digits)."""
+    end = 8 + int.from_bytes(blob[:8], "little")
+    field = _DIGEST_FIELD.search(blob, 8, min(end, len(blob)))
+    if field is None:
+        raise ValueError("damaged blob: it has no sha256")
+    view = memoryview(blob)
+    content = hashlib.sha256(view[: field.start(1)])
+    content.update(_NO_DIGEST)
+    content.update(view[field.end(1) :])
+    return field.start(1), content.hexdigest().encode()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 
 import pytest
 import torch
@@ -115,7 +117,9 @@ def test_rule_9_blob_holds_live_rows_only(started, tmp_path, assert_same):
     with safe_open(path, "pt") as file:
         metadata = json.loads(file.metadata()[METADATA_KEY])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert (metadata["version"], metadata["seq_len"]) == (1, 29)
+    assert (metadata["version"], metadata["seq_len"]) == (2, 29)
+    zeroed = path.read_bytes().replace(metadata["sha256"].encode(), b"0" * 64)
+    assert hashlib.sha256(zeroed).hexdigest() == metadata["sha256"]
     assert metadata["layers"]["gdn"]["checkpoint_position"] == c
     assert metadata["layers"]["attention"]["checkpoint_position"] is None
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
@@ -179,13 +183,70 @@ def test_blob_refuses_other_geometry_layers_versions_and_damage(started, make_op
         load_slot(blob, other, 0)
     with pytest.raises(ValueError, match=r"the blob holds layers \[.*\], the pool has \['gdn'\]"):
         load_slot(blob, {"gdn": states["gdn"]}, 0)
-    with pytest.raises(ValueError, match=r"version 2, this program reads version 1"):
-        load_slot(blob.replace(b'\\"version\\": 1', b'\\"version\\": 2'), states, 0)
-    for damaged in (b"", blob[:100], blob[:-1], b"x" + blob[1:]):
-        with pytest.raises(ValueError, match="not a state blob"):
+    with pytest.raises(ValueError, match=r"version 1, this program reads version 2"):
+        load_slot(blob.replace(b'\\"version\\": 2', b'\\"version\\": 1'), states, 0)
+    for damaged in (b"", blob[:100], blob[:-1], b"x" + blob[1:], b"[" * 99_999, b"\xff" * 99):
+        with pytest.raises(ValueError, match=r"not a state blob|damaged blob"):
             load_slot(damaged, states, 0)
     with pytest.raises(ValueError, match=r"slot must lie in \[0, 3\), got 3"):
         load_slot(blob, states, 3)
+
+
+def test_any_damage_to_a_blob_is_a_value_error(started, dice, snapshot, assert_same):
+    """Flipped bits, cuts, insertions and zeros anywhere: refused, with the slot as it was."""
+    _, states, _ = started(29)
+    blob = save_slot(states, 1, 29)
+    before = {name: snapshot(state) for name, state in states.items()}
+    header = 8 + int.from_bytes(blob[:8], "little")
+    for trial in range(600):
+        # The header is short and holds everything that can confuse a reader: half of the damage goes there.
+        position = dice.randrange(header if trial % 2 else len(blob))
+        damaged = bytearray(blob)
+        kind = trial // 2 % 4
+        if kind == 0:
+            damaged[position] ^= 1 << dice.randrange(8)
+        elif kind == 1:
+            del damaged[position : position + dice.randint(1, 9)]
+        elif kind == 2:
+            damaged[position:position] = dice.randbytes(dice.randint(1, 9))
+        else:
+            damaged[position : position + 4] = bytes(byte ^ 0x15 for byte in damaged[position : position + 4])
+        with pytest.raises(ValueError, match=r"blob|version"):
+            load_slot(bytes(damaged), states, 0)
+    for name, state in states.items():
+        assert_same(snapshot(state), before[name])
+
+
+def resigned(blob, old, new):
+    """A blob whose metadata was changed on purpose, with sizes and SHA-256 that agree."""
+    end = 8 + int.from_bytes(blob[:8], "little")
+    header = blob[8:end]
+    assert old in header
+    header = re.sub(rb'(sha256\\": \\")[0-9a-f]{64}', rb"\g<1>" + b"0" * 64, header.replace(old, new, 1))
+    header += b" " * (-len(header) % 8)
+    unsigned = len(header).to_bytes(8, "little") + header + blob[end:]
+    return unsigned.replace(b"0" * 64, hashlib.sha256(unsigned).hexdigest().encode(), 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'\\"seq_len\\": 29', b'\\"seq_len\\": null'),
+        (b'\\"seq_len\\": 29', b'\\"seq_len\\": -1'),
+        (b'\\"seq_len\\": 29', b'\\"seq_len\\": 28.5'),
+        (b'\\"seq_len\\"', b'\\"length\\"'),
+        (b'\\"checkpoint_position\\": null', b'\\"checkpoint_position\\": 5'),
+        (b'\\"checkpoint_position\\": null', b'\\"checkpoint_position\\": \\"x\\"'),
+        (b'\\"geometry\\": {', b'\\"geometry\\": [], \\"more\\": {'),
+        (b'\\"settings\\"', b'\\"setting\\"'),
+    ],
+)
+def test_blob_with_a_digest_and_wrong_content(started, old, new):
+    _, states, _ = started(29)
+    blob = save_slot(states, 1, 29)
+    assert load_slot(resigned(blob, b" ", b" "), states, 0) == 29
+    with pytest.raises(ValueError, match="blob"):
+        load_slot(resigned(blob, old, new), states, 0)
 
 
 def test_save_refuses_positions_that_the_slot_cannot_have(started):
