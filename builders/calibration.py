@@ -51,7 +51,7 @@ def calibration_batches(
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
@@ -84,7 +84,8 @@ def _encode(checkpoint_dir: Path, texts: list[str]) -> list[list[int]]:
 
 def _jsonl(checkpoint_dir: Path, source: Path, samples: int, length: int) -> list[list[int]]:
     sequences: list[list[int]] = []
-    for number, line in enumerate(_read(source).splitlines(), 1):
+    # JSON lines end in \n only: str.splitlines would also cut at U+2028, which JSON strings may hold.
+    for number, line in enumerate(_read(source).split("\n"), 1):
         if not line.strip():
             continue
         if len(sequences) == samples:
@@ -92,7 +93,7 @@ def _jsonl(checkpoint_dir: Path, source: Path, samples: int, length: int) -> lis
         where = f"{source}, line {number}"
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not valid JSON ({error})") from None
         sequences.append(_sample(checkpoint_dir, value, where)[:length])
     return sequences
@@ -106,5 +107,10 @@ def _sample(checkpoint_dir: Path, value: Any, where: str) -> list[int]:
         if isinstance(messages, list) and all(isinstance(item, dict) for item in messages):
             text = "\n".join(str(item.get("content", "")) for item in messages)
         if isinstance(text, str):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                lone = f"\\u{ord(text[error.start]):04x}"
+                raise ValueError(f"{where}: the text holds {lone} without the other half of its pair") from None
             return _encode(checkpoint_dir, [text])[0]
     raise ValueError(f'{where}: expected an object with "text", "messages" or "token_ids" (a list of integers)')

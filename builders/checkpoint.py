@@ -175,10 +175,13 @@ def _open_files(directory: Path) -> tuple[list[SafetensorsFile], dict[str, str] 
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index_path}: weight_map is missing or empty, expected tensor names and file names")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(
+                f"{index_path}: weight_map places {tensor!r} in {name!r}, expected the name of a file of this directory"
+            )
     names = list(dict.fromkeys(weight_map.values()))
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ValueError(f"{index_path}: weight_map names the file {name!r}, expected a file of this directory")
         if not (directory / name).is_file():
             tensor = next(key for key, value in weight_map.items() if value == name)
             raise ValueError(

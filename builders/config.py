@@ -16,7 +16,7 @@ from typing import Any
 from replayssm.builders.architecture import NEMOTRON_H, QWEN3_5, LayerConfig, ModelConfig
 from replayssm.builders.config_nemotron_h import read_nemotron_h
 from replayssm.builders.config_qwen3_5 import read_qwen3_5
-from replayssm.builders.fields import Fields
+from replayssm.builders.fields import Fields, is_name
 from replayssm.builders.formats import QuantizationFormats, read_formats
 from replayssm.builders.weight_shapes import weight_bytes, weight_shapes
 
@@ -64,7 +64,9 @@ def read_config(source: str | Path | Mapping[str, Any]) -> ModelConfig:
     Raises ValueError for unsupported or contradictory content, FileNotFoundError where there is no config.
     """
     if isinstance(source, Mapping):
-        return _read(source, None, None, str(source.get("_name_or_path") or "config"), "hf_quant_config")
+        return _read(
+            source, None, None, str(source.get("_name_or_path") or "config"), "hf_quant_config", "generation_config"
+        )
     path = Path(source)
     if path.is_dir():
         path = path / "config.json"
@@ -77,6 +79,7 @@ def read_config(source: str | Path | Mapping[str, Any]) -> ModelConfig:
         read_json(generation_path) if generation_path.is_file() else None,
         str(path),
         str(quant_path),
+        str(generation_path),
     )
 
 
@@ -115,6 +118,7 @@ def _read(
     generation: Mapping[str, Any] | None,
     where: str,
     quant_where: str,
+    generation_where: str,
 ) -> ModelConfig:
     architecture = _architecture(config, where)
     formats = read_formats(config, quant, where, quant_where)
@@ -128,8 +132,9 @@ def _read(
         specific = read_qwen3_5(text, is_moe=architecture.startswith("Qwen3_5Moe"))
     # A wrapper's own key wins over the text part's, which may hold its class's default.
     tied = text if config.get("tie_word_embeddings") is None else Fields(config, where)
-    eos = (generation or {}).get("eos_token_id")
-    eos = text.get("eos_token_id", default=config.get("eos_token_id")) if eos is None else eos
+    eos, eos_where = (generation or {}).get("eos_token_id"), generation_where
+    if eos is None:
+        eos, eos_where = text.get("eos_token_id", default=config.get("eos_token_id")), where
     return ModelConfig(
         architecture=architecture,
         hidden_size=text.integer("hidden_size"),
@@ -138,7 +143,7 @@ def _read(
         max_position_embeddings=text.integer("max_position_embeddings"),
         dtype=_dtype(config, text),
         bos_token_id=text.integer("bos_token_id", default=None, minimum=0),
-        eos_token_ids=_token_ids(eos, where),
+        eos_token_ids=_token_ids(eos, eos_where),
         pad_token_id=text.integer("pad_token_id", default=None, minimum=0),
         multimodal=multimodal,
         formats=formats,
@@ -149,14 +154,16 @@ def _read(
 
 def _architecture(config: Mapping[str, Any], where: str) -> str:
     named = config.get("architectures")
+    if named is not None and not isinstance(named, list | tuple):
+        raise ValueError(f"{where}: architectures is {named!r}, expected a list of class names")
     if named:
-        supported = [name for name in named if name in ARCHITECTURES]
+        supported = [name for name in named if is_name(name, ARCHITECTURES)]
         if not supported:
             remote = "; it needs remote code, which is never run" if config.get("auto_map") else ""
             raise ValueError(f"{where}: architectures is {named!r}, expected one of {', '.join(ARCHITECTURES)}{remote}")
         return supported[0]
     model_type = config.get("model_type")
-    if model_type not in _ARCHITECTURE_OF_MODEL_TYPE:
+    if not is_name(model_type, _ARCHITECTURE_OF_MODEL_TYPE):
         raise ValueError(
             f"{where}: architectures is missing and model_type is {model_type!r}, "
             f"expected architectures with one of {', '.join(ARCHITECTURES)}"
@@ -174,7 +181,7 @@ def _dtype(config: Mapping[str, Any], text: Fields) -> str:
 
 
 def _token_ids(value: Any, where: str) -> tuple[int, ...]:
-    ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
         raise ValueError(f"{where}: eos_token_id is {value!r}, expected a token id or a list of them")
     return ids

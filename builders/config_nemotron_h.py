@@ -15,7 +15,7 @@ from replayssm.builders.architecture import (
     MtpConfig,
 )
 from replayssm.builders.config_common import WITHOUT_MTP, read_attention, read_top_k
-from replayssm.builders.fields import Fields, parse_number
+from replayssm.builders.fields import Fields, is_name, parse_number
 from replayssm.plugins.contract import ConvGeometry, Mamba2Geometry
 
 _PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
@@ -42,7 +42,7 @@ def _nemotron_kinds(fields: Fields, pattern_key: str, list_keys: tuple[str, ...]
             continue
         if not isinstance(entries, str | list | tuple):
             raise fields.error(key, entries, "a string or a list of layer kinds")
-        unknown = [entry for entry in entries if entry not in known]
+        unknown = [entry for entry in entries if not is_name(entry, known)]
         if unknown or not entries:
             raise fields.error(key, entries, f"entries out of {', '.join(known)}, got {unknown[:3]}")
         found.append([known[entry] for entry in entries])

@@ -6,8 +6,10 @@ from typing import Any
 
 from replayssm.builders.architecture import QWEN3_5, GdnConfig, LayerConfig, MlpConfig, MoeConfig, MtpConfig, RopeConfig
 from replayssm.builders.config_common import WITHOUT_MTP, read_attention, read_top_k
-from replayssm.builders.fields import Fields
+from replayssm.builders.fields import Fields, is_name
 from replayssm.plugins.contract import ConvGeometry, GdnGeometry
+
+_MOST_LAYERS = 10_000  # far beyond any model; a damaged number must not fill the memory
 
 
 def read_qwen3_5(fields: Fields, is_moe: bool) -> dict[str, Any]:
@@ -48,13 +50,15 @@ def _check_qwen(fields: Fields) -> None:
 
 def _qwen_kinds(fields: Fields) -> list[str]:
     count = fields.integer("num_hidden_layers")
+    if count > _MOST_LAYERS:
+        raise fields.error("num_hidden_layers", count, f"at most {_MOST_LAYERS}")
     interval = fields.integer("full_attention_interval", default=None)
     listed = fields.get("layer_types", default=None)
     names = {"linear_attention": "gdn", "full_attention": "attention"}
     if listed is not None:
         if not isinstance(listed, list | tuple):
             raise fields.error("layer_types", listed, "a list of layer kinds")
-        unknown = [entry for entry in listed if entry not in names]
+        unknown = [entry for entry in listed if not is_name(entry, names)]
         if unknown:
             raise fields.error("layer_types", unknown[0], " or ".join(names))
         if len(listed) != count:

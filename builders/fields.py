@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 _REQUIRED = object()
 
 
 def parse_number(value: Any) -> Any:
-    """`value`, with transformers' {"__float__": "Infinity"} as a float."""
+    """`value`, with transformers' {"__float__": "Infinity"} as a float; unchanged where it is none."""
     if isinstance(value, Mapping) and set(value) == {"__float__"}:
-        return float(value["__float__"])
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            return float(value["__float__"])
     return value
+
+
+def is_name(value: Any, *known: Collection[str]) -> bool:
+    """Whether a value read from JSON, which may be a list or an object, is a string of `known` (any without it)."""
+    return isinstance(value, str) and all(value in names for names in known)
 
 
 class Fields:
@@ -53,13 +61,18 @@ class Fields:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise self.error(self.name_of(*keys), value, f"an integer >= {minimum}")
+        if value >= 2**63:
+            raise ValueError(f"{self.where}: {self.name_of(*keys)} has {value.bit_length()} bits, expected at most 63")
         return value
 
     def number(self, *keys: str, default: Any = _REQUIRED, above: float = 0.0) -> float:
         value = parse_number(self.get(*keys, default=default))
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > above:
-            raise self.error(self.name_of(*keys), value, f"a number above {above:g}")
-        return float(value)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not above < value < math.inf:
+            raise self.error(self.name_of(*keys), value, f"a finite number above {above:g}")
+        try:
+            return float(value)
+        except OverflowError:
+            raise self.error(self.name_of(*keys), value, "a number that fits a float") from None
 
     def multiple(self, value: int, of: int, *keys: str, of_key: str) -> int:
         """`value` of the keys, once it is a multiple of another key's."""

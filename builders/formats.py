@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from replayssm.builders.fields import is_name
+
 DENSE = "dense"
 NVFP4 = "nvfp4"
 W4A16_NVFP4 = "w4a16_nvfp4"
@@ -82,7 +84,7 @@ class QuantizationFormats:
 def _format_of(algo: Any, where: str, key: str) -> str:
     if isinstance(algo, str) and algo.upper() in ("NONE", "BF16", "W16A16"):
         algo = None
-    if algo not in FORMAT_OF_ALGO:
+    if not (algo is None or is_name(algo, FORMAT_OF_ALGO)):
         known = ", ".join(name for name in FORMAT_OF_ALGO if name)
         raise ValueError(
             f"{where}: {key} is {algo!r}, expected one of {known}, {MIXED_PRECISION}; "
@@ -112,8 +114,13 @@ def _parse(section: Mapping[str, Any], where: str, exclude_key: str, kv_key: str
         raise ValueError(f"{where}: quant_algo is missing, expected the name of a modelopt algorithm")
     algo = section["quant_algo"]
     kv_cache = _kv_cache_format(section.get(kv_key), where, kv_key)
-    exclude = tuple(canonical_name(pattern) for pattern in section.get(exclude_key) or ())
-    listed = section.get("quantized_layers") or {}
+    patterns, listed = section.get(exclude_key), section.get("quantized_layers")
+    patterns, listed = [] if patterns is None else patterns, {} if listed is None else listed
+    if not isinstance(patterns, list | tuple) or not all(map(is_name, patterns)):
+        raise ValueError(f"{where}: {exclude_key} is {patterns!r}, expected a list of module names or patterns")
+    if not isinstance(listed, Mapping):
+        raise ValueError(f"{where}: quantized_layers is {listed!r}, expected an object of modules")
+    exclude = tuple(map(canonical_name, patterns))
     if algo == MIXED_PRECISION and not listed:
         raise ValueError(f"{where}: quant_algo is {MIXED_PRECISION} but quantized_layers is missing or empty")
     modules = {}
@@ -139,6 +146,8 @@ def read_formats(
     found = []
     section = config.get("quantization_config")
     if section is not None:
+        if not isinstance(section, Mapping):
+            raise ValueError(f"{config_name}: quantization_config is {section!r}, expected an object")
         method = section.get("quant_method")
         if method != "modelopt":
             raise ValueError(

@@ -201,9 +201,9 @@ class QuantizedOutput:
         config = read_json(source / "config.json")
         # The classes are part of every engine; remote code was not copied.
         config.pop("auto_map", None)
-        for part in (config, config.get("text_config", {})):
+        for part in (config, config.get("text_config")):
             for key in ("dtype", "torch_dtype"):
-                if key in part:
+                if isinstance(part, dict) and key in part:
                     part[key] = "bfloat16"
         config["quantization_config"] = dict(quantization_config)
         _write_json(self.directory / "config.json", config)

@@ -117,7 +117,7 @@ def _parse_entries(path: Path, header: bytes, size: int) -> dict[str, Entry]:
         values = json.loads(header, object_pairs_hook=_unique)
     except KeyError as error:
         raise ValueError(f"{path}: the header lists {error.args[0]!r} twice, expected every tensor once") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         raise ValueError(f"{path}: the header is not valid JSON; {_COPY_AGAIN}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: the header is no JSON object; {_COPY_AGAIN}")
@@ -146,7 +146,7 @@ def _parse_entry(path: Path, name: str, value: Any, base: int) -> Entry:
         integers = False
     if not integers:
         raise ValueError(f"{path}: the header entry of {name!r} is malformed; {_COPY_AGAIN}")
-    if code not in DTYPES:
+    if not isinstance(code, str) or code not in DTYPES:
         raise ValueError(f"{path}: tensor {name!r} has dtype {code}, expected one of {', '.join(DTYPES)}")
     dtype = DTYPES[code]
     nbytes = math.prod(shape) * _ELEMENT_BYTES[dtype]

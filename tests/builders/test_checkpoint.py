@@ -354,6 +354,22 @@ DAMAGES = {
         lambda d: damage_header(d, lambda h: set_entry(h, IN_PROJ, shape="x")),
         f"entry of '{IN_PROJ}' is malformed",
     ),
+    "dtype is a list": (
+        {},
+        lambda d: damage_header(d, lambda h: set_entry(h, IN_PROJ, dtype=[1])),
+        rf"tensor '{IN_PROJ}' has dtype \[1\], expected one of",
+    ),
+    "nested header": ({}, lambda d: damage_header(d, lambda h: b"[" * 200_000), "header is not valid JSON"),
+    "index places a tensor in a list": (
+        SHARDED,
+        lambda d: edit_json(d / INDEX_NAME, lambda i: i["weight_map"].update({IN_PROJ: []})),
+        rf"weight_map places '{IN_PROJ}' in \[\], expected the name of a file",
+    ),
+    "index places a tensor in an object": (
+        SHARDED,
+        lambda d: edit_json(d / INDEX_NAME, lambda i: i["weight_map"].update({IN_PROJ: {}})),
+        rf"weight_map places '{IN_PROJ}' in \{{\}}, expected the name of a file",
+    ),
     "unknown dtype": (
         {},
         lambda d: damage_header(d, lambda h: set_entry(h, IN_PROJ, dtype="C64")),
@@ -416,7 +432,7 @@ DAMAGES = {
     "index leaves the directory": (
         SHARDED,
         lambda d: edit_json(d / INDEX_NAME, lambda i: i["weight_map"].update({IN_PROJ: "../x.safetensors"})),
-        "expected a file of this directory",
+        "expected the name of a file of this directory",
     ),
     "empty index": (SHARDED, lambda d: (d / INDEX_NAME).write_text("{}"), "weight_map is missing or empty"),
     "index is no JSON": (SHARDED, lambda d: (d / INDEX_NAME).write_text("{"), "not valid JSON"),

@@ -260,7 +260,7 @@ def test_files_beside_the_config(tmp_path):
         ("super", {"n_shared_experts": 2}, "n_shared_experts is 2, expected 1"),
         ("super", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, expected at most the number of experts (8)"),
         ("super", {"norm_topk_prob": 1}, "norm_topk_prob is 1, expected true or false"),
-        ("super", {"routed_scaling_factor": 0}, "routed_scaling_factor is 0, expected a number above 0"),
+        ("super", {"routed_scaling_factor": 0}, "routed_scaling_factor is 0, expected a finite number above 0"),
         ("qwen", {"hidden_act": "gelu"}, "hidden_act is 'gelu', expected 'silu'"),
         ("qwen", {"attention_bias": True}, "attention_bias is True"),
         ("qwen", {"attn_output_gate": False}, "attn_output_gate is False, expected True"),
@@ -296,6 +296,103 @@ def test_remote_code_is_never_needed(tmp_path):
     assert read_config(changed("nano", auto_map=auto_map)) == read_config(TINY_CONFIGS["nano"])
     with pytest.raises(ValueError, match="remote code"):
         read_config(changed("nano", auto_map=auto_map, architectures=["OtherForCausalLM"]))
+
+
+WRONG = [None, 5, -1, 1.5, True, "x", [], [[1]], {}, [{}], {"__float__": [1]}, {"__float__": "x"}, math.inf, 10**400]
+
+
+def replaced(value, path=()):
+    """Every (path, copy of `value` with the value at the path replaced by one of WRONG)."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        for wrong in WRONG:
+            other = copy.copy(value)
+            other[key] = wrong
+            yield (*path, key), other
+        for inner, changed_item in replaced(item, (key,)):
+            other = copy.copy(value)
+            other[key] = changed_item
+            yield (*path, *inner), other
+
+
+QUANTIZATION = {
+    "quant_method": "modelopt",
+    "quant_algo": "MIXED_PRECISION",
+    "ignore": ["lm_head"],
+    "exclude_modules": ["lm_head"],
+    "kv_cache_scheme": {"type": "float", "num_bits": 8},
+    "kv_cache_quant_algo": "FP8",
+    "group_size": 16,
+    "quantized_layers": {"layers.0.mixer.in_proj": {"quant_algo": "NVFP4", "group_size": 16}},
+}
+ADDED = {
+    "eos_token_id": [1, 2], "bos_token_id": 1, "dtype": "bfloat16", "time_step_limit": [0, {"__float__": "Infinity"}],
+    "quantization_config": QUANTIZATION,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_any_wrong_value_is_a_value_error(name):
+    """Whatever stands in place of any value, nested ones included: the config is read, or refused with one line."""
+    messages = []
+    configs = [config for _, config in replaced({**TINY_CONFIGS[name], **ADDED})]
+    for config in configs:
+        try:
+            read_config(config)
+        except ValueError as error:
+            messages.append(str(error))
+    assert 100 < len(messages) < len(configs)
+    assert not [message for message in messages if not message.startswith("config") or "\n" in message]
+
+
+def test_any_wrong_value_in_hf_quant_config_is_a_value_error():
+    messages = []
+    for _, quant in replaced({"quantization": QUANTIZATION}):
+        try:
+            formats_of(None, quant)
+        except ValueError as error:
+            messages.append(str(error))
+    assert len(messages) > 50
+    assert not [message for message in messages if not message.startswith("hf_quant_config.json: ")]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("nano", {"architectures": 5}, "architectures is 5, expected a list of class names"),
+        ("nano", {"architectures": [[1]]}, "architectures is [[1]], expected one of"),
+        ("nano", {"hybrid_override_pattern": [[1]]}, "hybrid_override_pattern is [[1]], expected entries out of"),
+        ("nano", {"mtp_hybrid_override_pattern": [[1]]}, "mtp_hybrid_override_pattern is [[1]], expected entries"),
+        ("nano", {"norm_eps": {"__float__": [1]}, "layer_norm_epsilon": None}, "norm_eps is {'__float__': [1]}"),
+        ("nano", {"eos_token_id": 1.5}, "eos_token_id is 1.5, expected a token id or a list"),
+        ("nano", {"quantization_config": 5}, "quantization_config is 5, expected an object"),
+        ("nano", {"quantization_config": {**QUANTIZATION, "quant_algo": [1]}}, "quant_algo is [1], expected one of"),
+        ("nano", {"quantization_config": {**QUANTIZATION, "ignore": 5}}, "ignore is 5, expected a list"),
+        ("nano", {"quantization_config": {**QUANTIZATION, "ignore": [{}]}}, "ignore is [{}], expected a list"),
+        ("qwen", {"layer_types": [[1]]}, "layer_types is [1], expected linear_attention"),
+    ],
+)
+def test_wrong_types_are_named(name, changes, message):
+    config = changed(name, **changes)
+    config.pop("layers_block_type", None)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_config(config)
+
+
+@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", ['{"a": ' + "[" * 200_000, '{"a": ' + "1" * 5000 + "}"])
+def test_json_that_python_does_not_parse(tmp_path, file, content):
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS["nano"]))
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ValueError, match=re.escape(f"{file}: not valid JSON")):
+        read_config(tmp_path)
+
+
+def test_end_of_sequence_names_its_file(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS["nano"]))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": {}}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id is \{\}"):
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe{}"])

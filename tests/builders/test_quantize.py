@@ -579,6 +579,16 @@ def test_jsonl_samples_are_grouped_by_length(tiny_checkpoint, tmp_path):
     assert torch.equal(batches[2][0], batches[2][1])
 
 
+def test_jsonl_lines_end_in_newlines_only(tiny_checkpoint, tmp_path):
+    """U+2028, U+0085 and form feeds may stand in JSON strings; a byte order mark and CRLF do no harm."""
+    text = "a\u2028b\u0085c"
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(f'\ufeff{{"text": "{text}"}}\r\n{{"text": "{text}"}}\r\n'.encode())
+    (batch,) = batches_of(tiny_checkpoint("nano"), path)
+    path.write_text(json.dumps({"text": text}))
+    assert batch.tolist() == 2 * batches_of(tiny_checkpoint("nano"), path)[0].tolist()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -589,6 +599,8 @@ def test_jsonl_samples_are_grouped_by_length(tiny_checkpoint, tmp_path):
         ("data.jsonl", b'\n{"text": 3}', "line 2: expected an object"),
         ("data.jsonl", b'{"token_ids": [1, "2"]}', "line 1: expected an object"),
         ("data.jsonl", b"not json", "line 1: not valid JSON"),
+        ("data.jsonl", b"[" * 200_000, "line 1: not valid JSON"),
+        ("data.jsonl", b'{"text": "\\ud800"}', r"line 1: the text holds \\ud800 without the other half"),
         ("data.jsonl", b'{"token_ids": [512]}', "gives token ids up to 512, expected 0 to 511"),
         ("data.jsonl", b'{"token_ids": [-1]}', "expected 0 to 511"),
     ],
