@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.contract import MAX_SIZE, ReplaySettings
 
 FORMAT = "replayssm-engine"
 SCHEMA_VERSION = 1
@@ -91,9 +91,8 @@ class EngineManifest:
     kernels: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         names = [entry.name for entry in self.files]
-        for name in names:
-            check_file_name(name)
         if len(set(names)) != len(names):
             raise EngineDirectoryError("the manifest lists a file twice")
         if self.networks not in names:
@@ -126,8 +125,41 @@ class EngineManifest:
             return cls(**body)
         except EngineDirectoryError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineDirectoryError(f"the manifest has a missing or invalid field: {error}") from error
+
+
+def _check_fields(manifest: EngineManifest) -> None:
+    """Refuse values of a type that their readers do not expect, which a checksum over them cannot show."""
+    for name in ("model", "quantization", "versions", "checkpoint", "kernels"):
+        _require(name, getattr(manifest, name), isinstance(getattr(manifest, name), dict), "an object")
+    for name in ("target", "networks"):
+        _require(name, getattr(manifest, name), isinstance(getattr(manifest, name), str), "text")
+    model, serial_exact = manifest.model, manifest.replay.serial_exact
+    _require("model.name", model.get("name"), isinstance(model.get("name"), str), "text")
+    size = model.get("vocab_size")
+    _require("model.vocab_size", size, _is_count(size) and 1 <= size <= MAX_SIZE, f"between 1 and {MAX_SIZE}")
+    tokens = model.get("eos_token_ids")
+    known = isinstance(tokens, (list, tuple)) and all(_is_count(token) for token in tokens)
+    _require("model.eos_token_ids", tokens, known, "a list of token ids")
+    _require("replay.serial_exact", serial_exact, isinstance(serial_exact, bool), "true or false")
+    for entry in manifest.files:
+        check_file_name(entry.name)
+        _require(f"the size of {entry.name}", entry.size, _is_count(entry.size), "a count of bytes")
+        digest = entry.sha256
+        is_digest = isinstance(digest, str) and len(digest) == 64 and set(digest) <= set("0123456789abcdef")
+        _require(f"the sha256 of {entry.name}", digest, is_digest, "64 hexadecimal digits")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _require(name: str, value: Any, valid: bool, expected: str) -> None:
+    if not valid:
+        raise EngineDirectoryError(
+            f"the manifest's {name} must be {expected}, got {repr(value)[:40]}: rebuild the engine"
+        )
 
 
 def _body_sha256(body: dict[str, Any]) -> str:

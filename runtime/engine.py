@@ -49,6 +49,12 @@ class Engine:
             )
         verify_files(directory, manifest, verify)
         networks = _read_networks(directory / manifest.networks)
+        size = networks["main"].spec(networks["main"].outputs["logits"]).shape[-1]
+        if size != manifest.model["vocab_size"]:
+            raise EngineDirectoryError(
+                f"{directory} has logits of {size} tokens, its manifest says {manifest.model['vocab_size']}: "
+                "rebuild the engine"
+            )
         weights: dict[str, torch.Tensor] = {}
         for name in manifest.weight_files:
             weights |= _read_weights(directory / name)

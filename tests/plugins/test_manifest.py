@@ -140,6 +140,46 @@ def test_unknown_and_invalid_fields(engine):
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {}}, "model.name must be text, got None"),
+        ({"model": []}, "model must be an object"),
+        ({"model": {"name": "a", "vocab_size": None, "eos_token_ids": []}}, "model.vocab_size must be between 1"),
+        ({"model": {"name": "a", "vocab_size": 2**40, "eos_token_ids": []}}, "model.vocab_size must be between 1"),
+        ({"model": {"name": "a", "vocab_size": True, "eos_token_ids": []}}, "model.vocab_size must be between 1"),
+        ({"model": {"name": "a", "vocab_size": 9}}, "model.eos_token_ids must be a list"),
+        ({"model": {"name": "a", "vocab_size": 9, "eos_token_ids": [-1]}}, "model.eos_token_ids must be a list"),
+        ({"model": {"name": "a", "vocab_size": 9, "eos_token_ids": ["1"]}}, "model.eos_token_ids must be a list"),
+        ({"quantization": None}, "quantization must be an object"),
+        ({"kernels": []}, "kernels must be an object"),
+        ({"target": ["torch"]}, "target must be text"),
+        ({"networks": {}}, "networks must be text"),
+        (
+            {"files": [{"name": "networks.json", "size": "2", "sha256": "0" * 64}]},
+            "size of networks.json must",
+        ),
+        ({"files": [{"name": "networks.json", "size": 2, "sha256": None}]}, "sha256 of networks.json must be 64"),
+        ({"files": 3}, "missing or invalid field"),
+        ({"files": [3]}, "missing or invalid field"),
+        ({"replay": 3}, "missing or invalid field"),
+        ({"limits": None}, "missing or invalid field"),
+    ],
+)
+def test_fields_of_the_wrong_type(engine, changes, message):
+    write(engine, resealed(read_manifest(engine).to_json(), **changes))
+    with pytest.raises(EngineDirectoryError, match=message):
+        read_manifest(engine)
+
+
+@pytest.mark.parametrize("value", [[], None, 1, "yes"])
+def test_serial_exact_is_a_flag(engine, value):
+    body = read_manifest(engine).to_json()
+    write(engine, resealed(body, replay={**body["replay"], "serial_exact": value}))
+    with pytest.raises(EngineDirectoryError, match=r"serial_exact must be true or false"):
+        read_manifest(engine)
+
+
+@pytest.mark.parametrize(
     "name",
     ["../outside", "/etc/passwd", "a/../../b", "a//b", "./a", "a\\b", "C:evil", "", ".", "a/", "config.json", 7, None],
 )

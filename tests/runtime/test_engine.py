@@ -98,6 +98,14 @@ def test_a_flipped_bit_in_a_small_file_shows_at_every_load(copy):
         (copy / entry.name).write_bytes(bytes(content))
 
 
+def test_networks_of_another_vocabulary(copy):
+    body = read_manifest(copy).to_json()
+    body["model"]["vocab_size"] += 1
+    (copy / MANIFEST_NAME).write_text(json.dumps({**body, "sha256": body_sha256(body)}))
+    with pytest.raises(EngineDirectoryError, match=r"has logits of \d+ tokens, its manifest says \d+"):
+        Engine.load(copy)
+
+
 def node(networks, op):
     return next(node for node in networks["main"]["nodes"] if node["op"] == op)
 
