@@ -127,6 +127,16 @@ class Checkpoint:
             self._unreleased = location.entry.nbytes
         return location.file.view(location.entry)
 
+    def require_finite(self, name: str, dtype: str) -> None:
+        """ValueError naming file and tensor where a tensor, or one of `extra_names`, is not finite as `dtype`."""
+        location = self._locations.get(name) or self._extra[name]
+        for piece in self._view(location).reshape(-1).split(2**24):
+            if piece.is_floating_point() and not torch.isfinite(piece.to(getattr(torch, dtype))).all():
+                raise ValueError(
+                    f"{location.file.path}: tensor {location.disk_name!r} holds NaN or infinity as {dtype}; "
+                    "copy or download the checkpoint again"
+                )
+
     def release(self) -> None:
         """Give back the memory of everything read so far. Tensors handed out stay valid."""
         for file in self.shards:

@@ -3,7 +3,7 @@
 This is the only place that knows about quantization formats. A model definition asks its `Parameters` for a projection
 by its module name; the checkpoint's format of that module decides which tensors the engine stores for it
 (`weight_shapes.storage`), packed as they are. Experts are the same with a leading expert dimension. `WeightRecipe`
-says how each engine weight is obtained.
+says how each engine weight is obtained, and refuses values that are not finite.
 """
 
 from __future__ import annotations
@@ -68,14 +68,16 @@ class WeightRecipe:
         for name in self.sources:
             source = _checked(name, read(name), self.dtype, shape)
             for piece in source.reshape(-1).split(PIECE_ELEMENTS):
-                yield piece.to(torch_dtype(self.dtype)).contiguous()
+                yield _finite(name, piece.to(torch_dtype(self.dtype)).contiguous(), self.dtype)
 
     def load(self, read: Callable[[str], torch.Tensor], allow_view: bool = False) -> torch.Tensor:
         """The whole weight. allow_view: return what `read` gives where it is stored as the engine wants it."""
         if allow_view and not self.stacked:
             source = read(self.sources[0])
             if source.dtype == torch_dtype(self.dtype) and source.is_contiguous():
-                return _checked(self.sources[0], source, self.dtype, self.shape).view(self.shape)
+                for piece in _checked(self.sources[0], source, self.dtype, self.shape).view(-1).split(PIECE_ELEMENTS):
+                    _finite(self.sources[0], piece, self.dtype)
+                return source.view(self.shape)
         weight = torch.empty(self.shape, dtype=torch_dtype(self.dtype))
         flat, filled = weight.view(-1), 0
         for piece in self.pieces(read):
@@ -94,6 +96,15 @@ def _checked(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]
     if _without_ones(tensor.shape) != _without_ones(shape):
         raise ValueError(f"checkpoint tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
     return tensor
+
+
+def _finite(name: str, piece: torch.Tensor, dtype: str) -> torch.Tensor:
+    if dtype not in PACKED_DTYPES and not torch.isfinite(piece).all():
+        raise ValueError(
+            f"checkpoint tensor {name!r} holds NaN or infinity as {dtype}: copy or download the checkpoint again, or "
+            "choose a dtype of a larger range"
+        )
+    return piece
 
 
 def _without_ones(shape: Sequence[int]) -> list[int]:

@@ -140,13 +140,20 @@ class QuantizedOutput:
             if module in self.formats:
                 self._write_quantized(module, shared.get(module), input_amax.get(module))
             else:
-                self._write(self.disk_name(name), self.checkpoint.tensor(name))
+                self._copy(name)
+
+    def _copy(self, name: str) -> None:
+        disk = self.disk_name(name)
+        self.checkpoint.require_finite(name, self.tensors[disk][0])
+        self._write(disk, self.checkpoint.tensor(name))
 
     def check_weights(self, layer: LayerConfig) -> None:
-        """ValueError naming the first weight of a layer that is to be quantized and holds NaN or infinity."""
-        for name in layer_shapes(self.checkpoint.config, layer):
+        """ValueError naming the first weight of a layer, or of the embedding, that holds NaN or infinity."""
+        for name in (self.checkpoint.config.embedding_name, *layer_shapes(self.checkpoint.config, layer)):
             if name.removesuffix(".weight") in self.formats:
                 self._amax(name.removesuffix(".weight"))
+            else:
+                self.checkpoint.require_finite(name, self.tensors[self.disk_name(name)][0])
 
     def _shared_amax(self, layer: LayerConfig) -> dict[str, torch.Tensor]:
         """Largest weight of each group of modules that share scales."""
@@ -191,8 +198,9 @@ class QuantizedOutput:
         in_layers = {name for layer in config.layers for name in layer_shapes(config, layer)}
         for name in self.checkpoint.names:
             if name not in in_layers:
-                self._write(self.disk_name(name), self.checkpoint.tensor(name))
+                self._copy(name)
         for disk in self.checkpoint.extra_names:
+            self.checkpoint.require_finite(disk, self.tensors[disk][0])
             self._write(disk, self.checkpoint.extra_tensor(disk))
 
     def write_configs(self, quantization_config: Mapping[str, Any], hf_quant_config: Mapping[str, Any]) -> None:

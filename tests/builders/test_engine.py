@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import random
 import shutil
 import signal
@@ -13,7 +14,7 @@ import textwrap
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from replayssm.builders.checkpoint import Checkpoint
 from replayssm.builders.engine import COPIED_FILES, BuildOptions, build_engine
@@ -207,6 +208,19 @@ def test_a_damaged_checkpoint_leaves_nothing(tiny_checkpoint, tmp_path):
     shard = next((tmp_path / "nano").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(ValueError, match=shard.name):
+        build_engine(tmp_path / "nano", tmp_path / "engine", SMALL)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["nano"]
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "backbone.layers.0.mixer.A_log", "backbone.norm_f.weight"])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_weights_that_are_not_finite(tiny_checkpoint, tmp_path, name, bad):
+    shutil.copytree(tiny_checkpoint("nano"), tmp_path / "nano")
+    path = tmp_path / "nano" / "model.safetensors"
+    tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
+    tensors[name].view(-1)[5] = bad
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=rf"tensor '{name.removeprefix('backbone.')}' holds NaN or infinity"):
         build_engine(tmp_path / "nano", tmp_path / "engine", SMALL)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nano"]
 

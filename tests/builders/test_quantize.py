@@ -459,13 +459,14 @@ def test_width_that_does_not_fit(tmp_path):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_damaged_weights(tiny_checkpoint, tmp_path, recipe, bad):
-    """A weight that is quantized is named; a norm's NaN shows in the activations that it reaches."""
-    for key, message in (
-        ("backbone.layers.1.mixer.up_proj.weight", r"layers\.1\.mixer\.up_proj\.weight: the weight holds NaN or inf"),
-        ("backbone.layers.1.norm.weight", r"layers\.1\.: NaN or infinity among the activations"),
-    ):
-        if recipe == "nvfp4-w4a16" and "norm" in key:
-            continue
+    """Every weight is named, whether it is quantized or copied."""
+    quantized_key = "backbone.layers.1.mixer.up_proj.weight"
+    copied = ("lm_head.weight", "backbone.embeddings.weight", "backbone.layers.0.mixer.A_log",
+              "backbone.layers.1.norm.weight", "mtp.layers.0.enorm.weight")  # fmt: skip
+    for key in (quantized_key, *copied):
+        message = rf"model\.safetensors: tensor '{re.escape(key)}' holds NaN or infinity"
+        if key == quantized_key:
+            message = r"layers\.1\.mixer\.up_proj\.weight: the weight holds NaN or inf"
         source = tmp_path / key
         shutil.copytree(tiny_checkpoint("nano"), source)
         tensors = {name: tensor.clone() for name, tensor in load_file(source / "model.safetensors").items()}
