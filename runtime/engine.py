@@ -78,7 +78,9 @@ class Engine:
     @cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, read from the engine directory alone: no download, no remote code."""
-        if not any((self.directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+        path = next((self.directory / name for name in names if (self.directory / name).is_file()), None)
+        if path is None:
             raise EngineDirectoryError(
                 f"{self.directory} has no tokenizer: put tokenizer.json beside the checkpoint's config.json and "
                 "build the engine again"
@@ -88,7 +90,10 @@ class Engine:
         try:
             return AutoTokenizer.from_pretrained(self.directory, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises many kinds for a damaged or foreign tokenizer
-            raise EngineDirectoryError(f"the tokenizer in {self.directory} cannot be loaded: {error}") from error
+            raise EngineDirectoryError(
+                f"{path} or a file beside it is damaged, no tokenizer can be loaded from it "
+                f"({type(error).__name__}: {error}): put the checkpoint's tokenizer right and rebuild the engine"
+            ) from error
 
 
 def _read_networks(path: Path) -> dict[str, Network]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import click
@@ -24,6 +25,9 @@ COMMANDS = {
     "inspect": "Show state sizes and memory traffic of a model.",
     "doctor": "Show what this machine has and which targets work.",
 }
+WITHOUT_RESULT_ON_STDOUT = ("quantize", "build", "serve")
+"""Commands that are of use without a standard output: they write files, or answer over a socket."""
+
 DEBUG_VARIABLE = "REPLAYSSM_DEBUG"
 
 
@@ -49,6 +53,7 @@ class LazyGroup(click.Group):
         # Python code that runs a command with standalone_mode=False handles exceptions itself.
         if not standalone_mode or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
             return super().main(*args, standalone_mode=standalone_mode, **extra)
+        _require_stdout(args[0] if args else extra.get("args"))
         try:
             # Outside standalone mode click returns the exit code of --help and the like.
             sys.exit(super().main(*args, standalone_mode=False, **extra))
@@ -65,6 +70,13 @@ class LazyGroup(click.Group):
         except click.Abort:
             click.echo("interrupted", err=True)
             sys.exit(130)
+
+
+def _require_stdout(arguments: Sequence[str] | None) -> None:
+    """Fail where standard output is closed (`>&-`): Python would drop the result and the command would succeed."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if sys.stdout is None and not (arguments and arguments[0] in WITHOUT_RESULT_ON_STDOUT):
+        _fail("standard output is closed, where the result goes: redirect it to a file instead")
 
 
 def _fail(message: str) -> NoReturn:

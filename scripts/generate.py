@@ -121,6 +121,8 @@ def generate(
 
 
 def _read(path: Path) -> str:
+    if str(path) == "-" and sys.stdin is None:
+        raise ValueError("--prompt-file - reads standard input, which is closed: pipe the prompt in or name a file")
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
         # An editor or echo ends a text with a newline that the prompt was not meant to have.

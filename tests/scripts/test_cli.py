@@ -119,6 +119,23 @@ def test_wrong_usage(runner, arguments):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("arguments", ["--version", "--help", "doctor", "generate --engine /tmp --prompt a --json"])
+def test_closed_standard_output(arguments):
+    result = subprocess.run(
+        f"{CONSOLE_SCRIPT} {arguments} >&-", shell=True, stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: standard output is closed")
+    assert result.stderr.count("\n") == 1
+
+
+def test_commands_that_write_files_need_no_standard_output():
+    command = f"{CONSOLE_SCRIPT} build --checkpoint /nowhere --output /nowhere/x >&-"
+    result = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 2
+    assert "/nowhere" in result.stderr
+
+
 def test_console_script():
     result = subprocess.run([CONSOLE_SCRIPT, "--version"], capture_output=True, text=True, check=True)
     assert result.stdout.startswith("replayssm ")

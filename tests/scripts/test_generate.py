@@ -228,6 +228,10 @@ def test_weights_full_of_nan(engine, tmp_path, end, draft):
         (("--prompt", "a", "--max-new-tokens", 0), "max_new_tokens must be at least 1"),
         (("--prompt", "a", "--temperature", -1), "temperature must be"),
         (("--prompt", "a", "--draft", "ngram", "--draft-len", 9), "draft_len must be between 1"),
+        (("--prompt", "a", "--top-k", 2**63), "top_k must be an integer in [0, 2^31)"),
+        (("--prompt", "a", "--seed", 2**64, "--top-k", -1), "top_k must be an integer in [0, 2^31)"),
+        (("--prompt", "a", "--seed", 2**64), "seed must be an integer in [0, 2^64)"),
+        (("--prompt", "a", "--temperature", "nan"), "temperature must be"),
         (("--prompt", "a", "--draft-len", 2), "--draft-len needs --draft"),
         (("--prompt", "a", "--draft", "engine"), "--draft engine and --draft-engine DIR go together"),
         (("--prompt", "a", "--prompt", "b", "--stream"), "--stream goes with one prompt"),
@@ -248,6 +252,15 @@ def test_the_last_newline_of_a_prompt_file_is_the_editors(engine, tmp_path, end)
     result = generate(engine, "--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", 1, "--json")
     plain = generate(engine, "--prompt", PROMPT, "--max-new-tokens", 1, "--json")
     assert json.loads(result.stdout)["prompt_token_ids"] == json.loads(plain.stdout)["prompt_token_ids"]
+
+
+def test_prompt_from_a_closed_standard_input(engine):
+    command = f"{CONSOLE_SCRIPT} generate --engine {engine} --prompt-file - <&-"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: --prompt-file - reads standard input, which is closed")
+    assert result.stderr.count("\n") == 1
 
 
 def test_prompt_file_that_is_not_text(engine, tmp_path):
