@@ -53,7 +53,7 @@ RECIPES = ("nvfp4", "nvfp4-w4a16", "fp8")
     show_default=True,
     help="Tokens of one sequence, at most.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace a checkpoint that exists at the output.")
+@click.option("--overwrite", is_flag=True, help="Replace what an earlier quantize wrote at the output.")
 @click.option("--verbose", is_flag=True, help="Show what modelopt and transformers print.")
 def quantize(checkpoint: Path, output: Path, verbose: bool, **options) -> None:
     """Quantize a checkpoint to NVFP4 or FP8 with NVIDIA's modelopt.
