@@ -36,20 +36,6 @@ def load_session(folder: Path, slots: int | None, device: str) -> Any:
     return Session(Engine.load(folder), slots=slots, device=device)
 
 
-def make_drafter(kind: str, session: Any) -> Any:
-    from replayssm.runtime.speculation import MtpDrafter, NgramDrafter
-
-    return {"none": lambda: None, "ngram": NgramDrafter, "mtp": lambda: MtpDrafter(session)}[kind]()
-
-
-def encode(tokenizer: Any, question: str) -> list[int]:
-    """The question as a user's message in the checkpoint's chat template."""
-    encoded = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
-    )
-    return list(encoded["input_ids"])
-
-
 def batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
@@ -58,6 +44,8 @@ def batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 def run_tier(session: Any, tier: str, count: int, draft: str, draft_len: int | None, advance: Any) -> dict[str, Any]:
     """Answer the first `count` held-out problems; `advance(n)` hears of n more being done."""
     from replayssm.runtime.generation import generate
+    from replayssm.runtime.serving import make_drafter
+    from replayssm.runtime.text import encode_chat
 
     tokenizer = session.engine.tokenizer
     limit = MAX_NEW_TOKENS.get(tier, DEFAULT_MAX_NEW_TOKENS)
@@ -68,7 +56,7 @@ def run_tier(session: Any, tier: str, count: int, draft: str, draft_len: int | N
     began = time.perf_counter()
     # Groups only pace the progress bar; within one, slots are refilled as sequences end.
     for group in batches(problems, 4 * session.slots):
-        prompts = [encode(tokenizer, p.question) for p in group]
+        prompts = [encode_chat(tokenizer, [{"role": "user", "content": p.question}]) for p in group]
         results = generate(session, prompts, limit, None, drafter, draft_len, tokenizer=tokenizer)
         for problem, result in zip(group, results, strict=True):
             right += tasks.is_correct(result.text, problem.answer)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from replayssm.plugins.contract import state_parts
+from replayssm.plugins import traffic
 from replayssm.runtime.draft_engine import EngineDrafter
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.engine_loop import EngineLoop
 from replayssm.runtime.scheduler import Scheduler, SchedulerOptions
-from replayssm.runtime.session import PREFILL_CHUNK, Session
+from replayssm.runtime.session import PREFILL_CHUNK, Session, checked_device
 from replayssm.runtime.speculation import Drafter, MtpDrafter, NgramDrafter
 
 DRAFTERS = ("none", "ngram", "mtp", "engine")
@@ -33,13 +33,10 @@ def make_drafter(name: str, session: Session, draft_engine: Engine | None = None
 
 def slot_bytes(engine: Engine) -> tuple[int, int]:
     """(state of one sequence, the part of it that is attention cache for max_seq_len tokens), bytes."""
-    total = cache = 0
-    for network in engine.networks.values():
-        for spec in network.states.values():
-            size = sum(part.nbytes for part in state_parts(spec.geometry, engine.manifest.replay))
-            total += size
-            cache += size if spec.geometry.kind == "attention" else 0
-    return total, cache
+    settings = engine.manifest.replay
+    states = (spec for network in engine.networks.values() for spec in network.states.values())
+    size = traffic.slot_bytes((spec.geometry for spec in states), settings)
+    return size.total(settings.max_seq_len), size.total(settings.max_seq_len) - size.recurrent
 
 
 def with_max_seq_len(engine: Engine, max_seq_len: int | None) -> Engine:
@@ -56,10 +53,8 @@ def with_max_seq_len(engine: Engine, max_seq_len: int | None) -> Engine:
 
 def free_bytes(device: torch.device | str) -> int:
     """Memory of `device` that nothing uses."""
-    device = torch.device(device)
+    device = checked_device(device)
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("torch sees no CUDA device (`replayssm doctor` says why): use device cpu")
         return torch.cuda.mem_get_info(device)[0]
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):

@@ -133,6 +133,14 @@ class _Program:
         return torch.tensor(values, dtype=dtype, device=self._device)
 
 
+def checked_device(device: torch.device | str) -> torch.device:
+    """`device`; ValueError if it is a GPU that torch cannot use."""
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch sees no CUDA device (`replayssm doctor` says why): use device cpu")
+    return device
+
+
 class Session:
     """Slots over one engine.
 
@@ -156,9 +164,11 @@ class Session:
         self.engine = engine
         self.settings: ReplaySettings = engine.manifest.replay
         self.prefill_chunk = prefill_chunk
-        self.device = torch.device(device)
+        self.device = checked_device(device)
         if self.device.type == "cuda":
-            self._use_kernels()
+            from replayssm.plugins import cuda_ops
+
+            cuda_ops.register()
         flag = torch.zeros(1, dtype=torch.int32, device=self.device)
         unpacked: dict[str, torch.Tensor] = {}
         try:
@@ -182,14 +192,6 @@ class Session:
             f"the networks of {self.engine.directory} do not fit this version ({type(error).__name__}: {error}): "
             "rebuild the engine"
         )
-
-    @staticmethod
-    def _use_kernels() -> None:
-        if not torch.cuda.is_available():
-            raise ValueError("torch sees no CUDA device (`replayssm doctor` says why): use device cpu")
-        from replayssm.plugins import cuda_ops
-
-        cuda_ops.register()
 
     # Slots
 

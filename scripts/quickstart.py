@@ -83,19 +83,16 @@ def ask(engine: Path, question: str, draft: str) -> Any:
     """The engine's greedy answer to one question."""
     from replayssm.runtime.engine import Engine
     from replayssm.runtime.generation import generate
+    from replayssm.runtime.serving import make_drafter
     from replayssm.runtime.session import Session
-    from replayssm.runtime.speculation import MtpDrafter
+    from replayssm.runtime.text import encode_chat
 
     loaded = Engine.load(engine)
     session = Session(loaded, slots=1)
-    tokenizer = loaded.tokenizer
-    encoded = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
-    )
-    drafter = MtpDrafter(session) if draft == "mtp" else None
-    arguments = {"drafter": drafter, "tokenizer": tokenizer}
-    generate(session, [encoded["input_ids"]], 8, **arguments)  # first calls load code and pages
-    return generate(session, [encoded["input_ids"]], 1024, **arguments)[0]
+    session.warm_up()
+    prompt = encode_chat(loaded.tokenizer, [{"role": "user", "content": question}])
+    drafter = make_drafter(draft, session)
+    return generate(session, [prompt], 1024, drafter=drafter, tokenizer=loaded.tokenizer)[0]
 
 
 def demonstrate(commands: Commands, name: str, question: str, answer: str) -> None:
