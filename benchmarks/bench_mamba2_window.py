@@ -18,7 +18,6 @@ if __name__ == "__main__":
     parser.add_argument("--batches", default="256,64,1,16,512")
     parser.add_argument("--windows", default="1,5")
     parser.add_argument("--state-dtypes", default="float32,float16")
-    parser.add_argument("--candidates", action="store_true", help="measure the kernels of benchmarks/candidates too")
     arguments = parser.parse_args()
     run(
         "mamba2_window",
@@ -26,5 +25,4 @@ if __name__ == "__main__":
         [int(value) for value in arguments.batches.split(",")],
         [int(value) for value in arguments.windows.split(",")],
         arguments.state_dtypes.split(","),
-        arguments.candidates,
     )

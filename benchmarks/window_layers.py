@@ -14,9 +14,6 @@ from replayssm.plugins import launch, reference
 from replayssm.plugins.contract import GdnGeometry, Geometry, Mamba2Geometry, ReplaySettings
 from replayssm.plugins.state import LayerState, allocate_state, torch_dtype
 
-CANDIDATES = Path(__file__).parent / "candidates"
-"""Sources that are measured beside the package's, see the folder's README."""
-
 POSITION = 1000
 """seq_len of every row in the first step; history lies behind it."""
 
@@ -38,7 +35,6 @@ class Layer:
         batch: int,
         window: int,
         cta_rows: int | None = None,
-        candidate: bool = False,
     ) -> None:
         self.geometry, self.settings, self.batch, self.window = geometry, settings, batch, window
         state_bytes = allocate_state(geometry, settings, 1)["checkpoint"].nbytes * batch
@@ -67,8 +63,6 @@ class Layer:
         self.out = torch.empty(tokens, *g.state_shape[:2], device="cuda", dtype=act)
         arch = launch.device_arch(torch.device("cuda", 0))
         self.config = geo.window_config(geometry, settings, arch, cta_rows=cta_rows)
-        if candidate:
-            self.config = dataclasses.replace(self.config, source_dir=str(CANDIDATES), prefer_shared=True)
         self.starts = torch.arange(batch, device="cuda", dtype=torch.int32) * window
         self.lens = torch.full((batch,), window, device="cuda", dtype=torch.int32)
         self.slots = [(torch.arange(batch, device="cuda") + i * batch).to(torch.int32) for i in range(self.sets)]
@@ -144,7 +138,7 @@ def measure(
     variant: str = "ours",
 ) -> dict:
     """One figure. fill: "desync" (a cycle of steps, rows at random fill), "flush" or a history length."""
-    layer = Layer(GEOMETRIES[name], settings, batch, window, cta_rows, variant == "candidate")
+    layer = Layer(GEOMETRIES[name], settings, batch, window, cta_rows)
     L = settings.buffer_len
     if settings.is_baseline:
         history, offsets = torch.zeros(1, dtype=torch.int64), [0]
@@ -224,11 +218,9 @@ def measure_peers(
     return variant
 
 
-def check(
-    name: str, settings: ReplaySettings, window: int, cta_rows: int | None = None, candidate: bool = False
-) -> bool:
+def check(name: str, settings: ReplaySettings, window: int, cta_rows: int | None = None) -> bool:
     """One mixed step (plain, flushing, fresh) against the reference at the real geometry."""
-    layer = Layer(GEOMETRIES[name], settings, 3, window, cta_rows, candidate)
+    layer = Layer(GEOMETRIES[name], settings, 3, window, cta_rows)
     state = LayerState(
         layer.geometry, settings, {k: v[:3].clone() for k, v in layer.state.tensors.items()}, layer.state.error_flag
     )
@@ -279,13 +271,9 @@ def run(
     batches: list[int],
     windows: list[int],
     state_dtypes: list[str],
-    candidates: bool = False,
     directory: Path | None = None,
 ) -> None:
-    """All figures of some geometries, each variant checked first; rows per block are tuned at the first batch size.
-
-    candidates: measure the kernels of `CANDIDATES` too.
-    """
+    """All figures of some geometries, each variant checked first; rows per block are tuned at the first batch size."""
     results = Results(benchmark, directory)
     pool = torch.randn(544 << 20, device="cuda")
     limits = {batch: ceilings(batch * (4 << 20), pool) for batch in batches}
@@ -299,15 +287,12 @@ def run(
                 settings = ReplaySettings(buffer_len=16, max_window=window, state_dtype=state_dtype)
                 plain = dataclasses.replace(settings, buffer_len=0)
                 rows = tuned_rows(results, name, settings, batches[0], window, limits[batches[0]])
-                variants = {"ours": check(name, settings, window, rows)}
-                if candidates:
-                    variants["candidate"] = check(name, settings, window, rows, candidate=True)
+                ours_ok = check(name, settings, window, rows)
                 plain_ok = check(name, plain, window)
                 for batch in batches:
                     advance, limit = 1 if window == 1 else 3, limits[batch]
                     for fill in ("desync", 8, "flush"):
-                        for variant, ok in variants.items():
-                            measure(results, name, settings, batch, window, fill, advance, limit, ok, rows, variant)
+                        measure(results, name, settings, batch, window, fill, advance, limit, ours_ok, rows)
                     measure(results, name, plain, batch, window, "flush", advance, limit, plain_ok, variant="plain")
                     if window == 1 and state_dtype == "float32" and (peer or batch == batches[0]):
                         peer = measure_peers(results, name, batch, limit, peer)

@@ -64,8 +64,6 @@ class KernelConfig:
     """One compiled variant and how it is launched. The grid is (blocks_x, rows, 1).
 
     shared_bytes: dynamic shared memory of a block; the kernels use no static shared memory.
-    source_dir: folder whose sources replace the package's, for benchmarks of candidates; "" for none.
-    prefer_shared: ask for the largest split of on-chip memory in favour of shared memory.
     """
 
     kernel: str
@@ -73,8 +71,6 @@ class KernelConfig:
     blocks_x: int
     threads: int
     shared_bytes: int
-    source_dir: str = ""
-    prefer_shared: bool = False
 
 
 # (kernel, state bytes of a row, rows of a head): rows per block. H200, batch 256, L = 16, desynchronised rings, commit

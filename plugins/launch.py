@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -24,7 +23,7 @@ from replayssm.plugins.arguments import (
     mamba2_arguments,
 )
 from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError
-from replayssm.plugins.nvrtc import KERNEL_DIR, compile_kernel
+from replayssm.plugins.nvrtc import compile_kernel
 from replayssm.plugins.state import LayerState
 
 
@@ -192,7 +191,7 @@ class LoadedKernel:
         if config.shared_bytes > geo.EMBEDDED_SHARED_BYTES:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._check(driver.cuFuncSetAttribute(self._function, attribute, config.shared_bytes))
-        if config.prefer_shared:
+        if config.shared_bytes:  # as many blocks as fit, at the cost of the first-level cache
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             self._check(driver.cuFuncSetAttribute(self._function, attribute, 100))
 
@@ -237,11 +236,7 @@ class LoadedKernel:
 @cache
 def load_kernel(config: KernelConfig, device: torch.device) -> LoadedKernel:
     """The kernel, compiled and loaded on first use."""
-    target, folder = (
-        geo.compile_target(device_arch(device)),
-        Path(config.source_dir) if config.source_dir else KERNEL_DIR,
-    )
-    compiled = compile_kernel(config.kernel, dict(config.defines), target, source_dir=folder)
+    compiled = compile_kernel(config.kernel, dict(config.defines), geo.compile_target(device_arch(device)))
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes the device's primary context current
         return LoadedKernel(config, compiled.image)

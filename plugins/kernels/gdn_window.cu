@@ -70,14 +70,44 @@ gdn_window(
     const int k_column = block.group * COLUMNS, v_column = block.head * ROWS + block.first_row;
     const int u_column = block.head * U_PLANES * ROWS + block.first_row;
 
-    // The tile is asked for before anything else is known about the row; a fresh sequence ignores what arrives.
-    const int slot = state_batch_indices[blockIdx.y];
+    // All that is known before the slot, then all that the slot tells, then the tile: nothing here waits for more than
+    // the row's slot. A fresh sequence ignores the tile.
+    const int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
+    const int start = window_starts[blockIdx.y], window_length = window_lens[blockIdx.y];
+    const float log_A = A_log[block.head], bias = dt_bias[block.head];
     const bool has_slot = slot >= 0 && slot < num_slots;
-    if (has_slot)
+    int tile_position = 0;
+    if (has_slot) {
+        tile_position = position_in[(long long)slot * position_stride + tile_index];
         tile_copy_start(shared.tile, checkpoint_in + (long long)slot * checkpoint_stride + state_offset,
                         &shared.barrier);
-    const Row row = read_row(blockIdx.y, seq_lens, window_starts, window_lens, state_batch_indices, num_tokens,
-                             num_slots, max_seq_len, position_in + tile_index, position_stride, MAX_HISTORY);
+    }
+    // The window's own inputs travel while the checkpoint position does; a row that turns out invalid ignores them.
+    const bool readable = start >= 0 && window_length >= 0 && (long long)start + window_length <= num_tokens;
+    const int copied = readable && window_length <= MAX_WINDOW ? window_length : 0;
+    constexpr int K_CHUNKS = COLUMNS / 8, V_CHUNKS = CTA_ROWS / 8;
+    const activation_t* row_q = computed(q + (long long)(copied ? start : 0) * q_stride + k_column);
+    const activation_t* row_k = computed(k + (long long)(copied ? start : 0) * k_stride + k_column);
+    const activation_t* row_v = v + (long long)(copied ? start : 0) * v_stride + v_column;
+    spread<QUERIES * K_CHUNKS>([&](int i) {
+        const int n = i / K_CHUNKS, offset = i % K_CHUNKS * 8, w = n % MAX_WINDOW;
+        const bool valid = w < copied, is_q = n < MAX_WINDOW;
+        const int token = (valid ? w : 0) * (is_q ? q_stride : k_stride);
+        copy_async_16(shared.queries + n * TOKEN_STRIDE + offset, (is_q ? row_q : row_k) + (token + offset), valid);
+    });
+    spread_from_end<MAX_WINDOW * V_CHUNKS>([&](int i) {
+        const int w = i / V_CHUNKS, offset = i % V_CHUNKS * 8;
+        const bool valid = w < copied;
+        copy_async_16(shared.v + w * VALUE_STRIDE + offset, row_v + ((valid ? w : 0) * v_stride + offset), valid);
+    });
+    copy_async_commit();
+    float raw_a = 0.f, raw_b = 0.f;
+    if (warp == 0 && lane < copied) {
+        raw_a = activation_to_float(a[(long long)(start + lane) * a_stride + block.head]);
+        raw_b = activation_to_float(b[(long long)(start + lane) * b_stride + block.head]);
+    }
+    const Row row = make_row(slot, seq_len, start, window_length, tile_position, num_tokens, num_slots, max_seq_len,
+                             MAX_HISTORY);
     activation_t* output = o + v_column;
     if (!row.active || row.length > MAX_WINDOW) {
         copy_async_wait();
@@ -94,7 +124,7 @@ gdn_window(
             b + (long long)row.start * b_stride + block.head, q_stride, k_stride, v_stride, a_stride, b_stride,
             ring_k_in + (long long)slot * ring_k_stride + k_column,
             ring_u_in + (long long)slot * ring_u_stride + u_column,
-            ring_g_in + (long long)slot * ring_g_stride + block.head, -expf(A_log[block.head]), dt_bias[block.head]};
+            ring_g_in + (long long)slot * ring_g_stride + block.head, -expf(log_A), bias};
         const SerialStores stores = {checkpoint + (long long)slot * checkpoint_stride + state_offset, row.length,
                                      nullptr, 0};
         for (int first = warp * 4; first < CTA_ROWS; first += WARPS * 4)
@@ -108,71 +138,41 @@ gdn_window(
 
     const int c = row.checkpoint_position, history = row.seq_len - c, length = row.length;
     const bool flush = history > 0 && history + length > BUFFER_LEN;
-    const int blocks = (history + 7) / 8;
-    for (int i = tid; i < blocks * COLUMNS; i += THREADS) {  // 8 rows of COLUMNS / 8 chunks each
-        const int j = i / (COLUMNS / 8), offset = i % (COLUMNS / 8) * 8;
+    const int first_entry = c % RING_LEN;  // of the history in the ring
+    float g_past = 0.f;
+    if (warp == 0 && lane < history)
+        g_past = ring_g_in[(long long)slot * ring_g_stride + wrapped(first_entry + lane) * HEADS + block.head];
+    const activation_t* slot_ring_k = ring_k_in + (long long)slot * ring_k_stride + k_column;
+    const u16* slot_ring_u = ring_u_in + (long long)slot * ring_u_stride + u_column;
+    spread<HISTORY_ROWS * K_CHUNKS>([&](int i) {
+        const int j = i / K_CHUNKS, offset = i % K_CHUNKS * 8;
         const bool valid = j < history;
-        const activation_t* from = ring_k_in + (long long)slot * ring_k_stride + k_column +
-                                   (valid ? (c + j) % RING_LEN * (GROUPS * COLUMNS) + offset : 0);
-        copy_async_16(shared.k + j * TOKEN_STRIDE + offset, from, valid);
-    }
-    for (int i = tid; i < QUERIES * (COLUMNS / 8); i += THREADS) {
-        const int n = i / (COLUMNS / 8), offset = i % (COLUMNS / 8) * 8, w = n % MAX_WINDOW;
-        const bool valid = w < length;
-        const activation_t* from = n < MAX_WINDOW ? q + (long long)(row.start + (valid ? w : 0)) * q_stride
-                                                  : k + (long long)(row.start + (valid ? w : 0)) * k_stride;
-        copy_async_16(shared.queries + n * TOKEN_STRIDE + offset, from + k_column + offset, valid);
-    }
-    for (int i = tid; i < blocks * U_PLANES * CTA_ROWS; i += THREADS) {  // 8 rows of CTA_ROWS / 8 chunks each
-        const int j = i / (CTA_ROWS / 8) / U_PLANES, plane = i / (CTA_ROWS / 8) % U_PLANES;
-        const int offset = i % (CTA_ROWS / 8) * 8;
+        const int entry = wrapped(first_entry + (valid ? j : 0)) * (GROUPS * COLUMNS);
+        copy_async_16(shared.k + j * TOKEN_STRIDE + offset, slot_ring_k + (entry + offset), valid);
+    });
+    spread<HISTORY_ROWS * U_PLANES * V_CHUNKS>([&](int i) {
+        const int j = i / V_CHUNKS / U_PLANES, plane = i / V_CHUNKS % U_PLANES, offset = i % V_CHUNKS * 8;
         const bool valid = j < history;
-        const u16* from = ring_u_in + (long long)slot * ring_u_stride + u_column + plane * ROWS + offset +
-                          (valid ? (c + j) % RING_LEN * (HEADS * U_PLANES * ROWS) : 0);
-        copy_async_16(shared.u[plane] + j * VALUE_STRIDE + offset, from, valid);
-    }
-    for (int i = tid; i < MAX_WINDOW * (CTA_ROWS / 8); i += THREADS) {
-        const int w = i / (CTA_ROWS / 8), offset = i % (CTA_ROWS / 8) * 8;
-        const bool valid = w < length;
-        copy_async_16(shared.v + w * VALUE_STRIDE + offset,
-                      v + (long long)(row.start + (valid ? w : 0)) * v_stride + v_column + offset, valid);
-    }
-    float g_new = 0.f;
-    if (warp == 0) {
-        const float g_past = lane < history ? ring_g_in[(long long)slot * ring_g_stride +
-                                                        (c + lane) % RING_LEN * HEADS + block.head]
-                                            : 0.f;
-        float beta = 0.f;
-        if (lane < length) {
-            const float raw = activation_to_float(a[(long long)(row.start + lane) * a_stride + block.head]);
-            g_new = -expf(A_log[block.head]) * softplus(raw + dt_bias[block.head]);
-            beta = sigmoid(activation_to_float(b[(long long)(row.start + lane) * b_stride + block.head]));
-        }
-        scan_decays(shared.decays, g_past, g_new);
-        if (lane < WINDOW_ROWS) shared.beta[lane] = beta;
-    }
-    copy_async_wait();
+        const int entry = (wrapped(first_entry + (valid ? j : 0)) * (HEADS * U_PLANES) + plane) * ROWS;
+        copy_async_16(&shared.u[0][0] + (plane * HISTORY_ROWS + j) * VALUE_STRIDE + offset,
+                      slot_ring_u + (entry + offset), valid);
+    });
+    copy_async_commit();
+    copy_async_wait_but_last();
     sync_threads();
     for (int n = warp; n < QUERIES; n += WARPS)
         if (n % MAX_WINDOW < length) normalize_row(shared.queries + n * TOKEN_STRIDE);
+    float g_new = 0.f;
+    if (warp == 0) {
+        if (lane < length) g_new = -expf(log_A) * softplus(raw_a + bias);
+        scan_decays(shared.decays, g_past, g_new);
+        if (lane < WINDOW_ROWS) shared.beta[lane] = sigmoid(raw_b);
+    }
+    copy_async_wait();
     sync_threads();
 
-    // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
-    if (block.first_of_group) {
-        activation_t* to = ring_k + (long long)slot * ring_k_stride + k_column;
-        for (int i = tid; i < length * (COLUMNS / 8); i += THREADS) {
-            const int w = i / (COLUMNS / 8), offset = i % (COLUMNS / 8) * 8;
-            *(uint4*)(to + (row.seq_len + w) % RING_LEN * (GROUPS * COLUMNS) + offset) =
-                *(const uint4*)(shared.queries + (MAX_WINDOW + w) * TOKEN_STRIDE + offset);
-        }
-    }
-    if (block.first_of_head && tid < length)
-        ring_g[(long long)slot * ring_g_stride + (row.seq_len + tid) % RING_LEN * HEADS + block.head] = g_new;
-    if ((flush || row.seq_len == 0) && tid < CTA_TILES)
-        position[(long long)slot * position_stride + tile_index + tid] = row.seq_len;
-
     // Coefficients of u: decay and k . q or k . k of every (query, token) pair.
-    const int history_tasks = flush ? 0 : blocks;
+    const int history_tasks = flush ? 0 : HISTORY_BLOCKS;
     for (int task = warp; task < (history_tasks + WINDOW_ROWS / 8) * SCORE_TILES; task += WARPS) {
         const int m = task % SCORE_TILES, token_block = task / SCORE_TILES, window_block = token_block - history_tasks;
         const int query_row = m * 16 + (QUERY_TILES == 1 ? lane % 8 : lane % 16);
@@ -187,34 +187,52 @@ gdn_window(
 #pragma unroll
         for (int i = 0; i < (QUERY_TILES == 1 ? 2 : 4); i++) {
             const int n = m * 16 + g + 8 * (i / 2), j = 2 * t + i % 2, w = n % MAX_WINDOW;
-            const bool is_output = n < MAX_WINDOW, live = n < QUERIES && w < length;
+            const bool is_output = n < MAX_WINDOW, live = (n < QUERIES) & (w < length);
             const float score = is_output ? QUERY_SCALE * sum[i] : sum[i];
-            if (window_block < 0) {
-                const int k8 = token_block * 8 + j;
-                const float decay =
-                    live && k8 < history ? decay_of(shared.decays.history[k8] + shared.decays.prefix[w]) : 0.f;
-                if (n < QUERY_TILES * 8)
-                    shared.coefficients[n * COEFFICIENT_STRIDE + k8] = decay > 0.f ? decay * score : 0.f;
-            } else if (n < QUERIES) {
-                const int from = window_block * 8 + j;
-                const bool used = live && (from < w || (is_output && from == w));
-                shared.pairs[n * WINDOW_ROWS + from] = used ? window_decay(shared.decays, from, w) * score : 0.f;
-            }
+            const bool past = window_block < 0;
+            const int from = past ? token_block * 8 + j : window_block * 8 + j;
+            const float exponent = past ? shared.decays.history[from] + shared.decays.prefix[w]
+                                        : window_log_decay(shared.decays, from, w);
+            const bool used = live & (past ? from < history : (from < w) | (is_output & (from == w)));
+            const float value = used ? decay_of(exponent) * score : 0.f;
+            if (past && n < QUERY_TILES * 8) shared.coefficients[n * COEFFICIENT_STRIDE + from] = value;
+            if (!past && n < QUERIES) shared.pairs[n * WINDOW_ROWS + from] = value;
         }
     }
+
+    // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
+    const int first_new = row.seq_len % RING_LEN, from_end = THREADS - 1 - tid;
+    if (block.first_of_group)
+        spread_from_end<MAX_WINDOW * K_CHUNKS>([&](int i) {
+            const int w = i / K_CHUNKS, offset = i % K_CHUNKS * 8;
+            if (w < length)
+                *(uint4*)(ring_k + ((long long)slot * ring_k_stride + wrapped(first_new + w) * (GROUPS * COLUMNS) +
+                                    k_column + offset)) =
+                    *(const uint4*)(shared.queries + (MAX_WINDOW + w) * TOKEN_STRIDE + offset);
+        });
+    if (block.first_of_head && from_end < length)
+        ring_g[(long long)slot * ring_g_stride + wrapped(first_new + from_end) * HEADS + block.head] =
+            shared.decays.window[from_end];
+    if ((flush || row.seq_len == 0) && from_end < CTA_TILES)
+        position[(long long)slot * position_stride + tile_index + from_end] = row.seq_len;
     sync_threads();
 
-    float sum[QUERY_TILES][4] = {}, high[QUERY_TILES][4] = {}, low[QUERY_TILES][4] = {};
+    float sum[QUERY_TILES][4] = {};
+    Products<QUERY_TILES> products;
+    products.clear();
     const int own_column = warp * 16 + (lane / 8 & 1) * 8;
-    for (int k8 = 0; k8 < history_tasks; k8++) {
+    if (!flush) {
 #pragma unroll
-        for (int plane = 0; plane < U_PLANES; plane++) {
-            u32 pairs[2];
-            load_matrix_x2_transposed(pairs, shared.u[plane] + (k8 * 8 + lane % 8) * VALUE_STRIDE + own_column);
-            const float halves[4] = {bf16_low(pairs[0]), bf16_low(pairs[1]), bf16_high(pairs[0]), bf16_high(pairs[1])};
-            combine<QUERY_TILES, COEFFICIENT_STRIDE>(sum, halves,
-                                                     shared.coefficients + g * COEFFICIENT_STRIDE + k8 * 8);
-        }
+        for (int k8 = 0; k8 < HISTORY_BLOCKS; k8++)
+#pragma unroll
+            for (int plane = 0; plane < U_PLANES; plane++) {
+                u32 pairs[2];
+                load_matrix_x2_transposed(pairs, shared.u[plane] + (k8 * 8 + lane % 8) * VALUE_STRIDE + own_column);
+                const float halves[4] = {bf16_low(pairs[0]), bf16_low(pairs[1]), bf16_high(pairs[0]),
+                                         bf16_high(pairs[1])};
+                combine<QUERY_TILES, COEFFICIENT_STRIDE>(sum, halves,
+                                                         shared.coefficients + g * COEFFICIENT_STRIDE + k8 * 8);
+            }
     }
     const activation_t* query[QUERY_TILES];
 #pragma unroll
@@ -225,7 +243,6 @@ gdn_window(
         float values[HISTORY_BLOCKS][4];
 #pragma unroll
         for (int k8 = 0; k8 < HISTORY_BLOCKS; k8++) {
-            if (k8 >= blocks) break;
             const int j = k8 * 8 + 2 * t;
             const float even = j < history ? decay_of(shared.decays.history[j]) : 0.f;
             const float odd = j + 1 < history ? decay_of(shared.decays.history[j + 1]) : 0.f;
@@ -240,34 +257,26 @@ gdn_window(
             values[k8][0] = even * u[0], values[k8][1] = even * u[1];
             values[k8][2] = odd * u[2], values[k8][3] = odd * u[3];
         }
-        fold_and_dot_tile<QUERY_TILES>(high, low, shared.tile,
+        fold_and_dot_tile<QUERY_TILES>(products, shared.tile,
                                        checkpoint + (long long)slot * checkpoint_stride + state_offset, c > 0,
-                                       decay_of(shared.decays.total), values, shared.k, blocks, query);
+                                       decay_of(shared.decays.total), values, shared.k, query);
     } else if (c > 0) {
-        dot_tile<QUERY_TILES>(high, low, shared.tile, query);
+        dot_tile<QUERY_TILES>(products, shared.tile, query);
     }
 
-    // From here on a warp needs only its own rows. Gather all queries of a row in one lane.
+    // From here on a warp needs only its own rows. One lane solves for a row of the state: u of its tokens one after the
+    // other, then their outputs. What tokens behind the window's end compute is never stored.
     const float base = flush ? 0.f : shared.decays.total;
-#pragma unroll
-    for (int n = 0; n < QUERY_TILES; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int query_index = n * 8 + 2 * t + i % 2, w = query_index % MAX_WINDOW;
-            if (query_index >= QUERIES || w >= length) continue;
-            const float scale = query_index < MAX_WINDOW ? QUERY_SCALE : 1.f;
-            shared.stage[(warp * 16 + g + 8 * (i / 2)) * STAGE_STRIDE + query_index] =
-                sum[n][i] + scale * decay_of(base + shared.decays.prefix[w]) * (high[n][i] + low[n][i]);
-        }
-    sync_warp();
-    if (lane < 16 && warp * 16 + lane < CTA_ROWS) {
-        const int own = warp * 16 + lane;
-        const float* stage = shared.stage + own * STAGE_STRIDE;
+    const auto combined = [&](int n, int i, int query_index) {
+        const float scale = query_index < MAX_WINDOW ? QUERY_SCALE : 1.f;
+        const float decay = decay_of(base + shared.decays.prefix[query_index % MAX_WINDOW]);
+        return sum[n][i] + scale * decay * products.value(n, i);
+    };
+    const auto solve_row = [&](int own, const float(&outputs)[MAX_WINDOW], const float(&predictions)[MAX_WINDOW]) {
         float u[MAX_WINDOW];
 #pragma unroll
         for (int w = 0; w < MAX_WINDOW; w++) {
-            if (w >= length) break;
-            float predicted = stage[MAX_WINDOW + w], out = stage[w];
+            float predicted = predictions[w], out = outputs[w];
 #pragma unroll
             for (int j = 0; j < w; j++) {
                 predicted += shared.pairs[(MAX_WINDOW + w) * WINDOW_ROWS + j] * u[j];
@@ -281,6 +290,35 @@ gdn_window(
                 shared.u[U_PLANES - 1][w * VALUE_STRIDE + own] =
                     float_to_bf16(u[w] - bits_to_float((u32)rounded << 16));
             shared.v[w * VALUE_STRIDE + own] = float_to_activation(out);
+        }
+    };
+    if constexpr (MAX_WINDOW == 1) {
+        // Lane 4 g already holds both queries of rows g and g + 8.
+        if (t == 0) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float outputs[MAX_WINDOW] = {combined(0, 2 * half, 0)};
+                const float predictions[MAX_WINDOW] = {combined(0, 2 * half + 1, 1)};
+                solve_row(warp * 16 + g + 8 * half, outputs, predictions);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int query_index = n * 8 + 2 * t + i % 2;
+                if (query_index < QUERIES)
+                    shared.stage[(warp * 16 + g + 8 * (i / 2)) * STAGE_STRIDE + query_index] =
+                        combined(n, i, query_index);
+            }
+        sync_warp();
+        if (lane < 16) {
+            const float* stage = shared.stage + (warp * 16 + lane) * STAGE_STRIDE;
+            float outputs[MAX_WINDOW], predictions[MAX_WINDOW];
+#pragma unroll
+            for (int w = 0; w < MAX_WINDOW; w++) outputs[w] = stage[w], predictions[w] = stage[MAX_WINDOW + w];
+            solve_row(warp * 16 + lane, outputs, predictions);
         }
     }
     sync_warp();

@@ -11,7 +11,7 @@
 #include "mamba2_serial.cuh"
 
 constexpr int QUERY_TILES = WINDOW_ROWS / 8;
-// A window follows its history without a gap while both fit the buffer; behind a folded history it starts on a block.
+// A window follows its history without a gap while both fit HISTORY_ROWS; behind a folded history it starts there.
 constexpr int TOKEN_ROWS = HISTORY_ROWS + WINDOW_ROWS;
 constexpr int COEFFICIENT_STRIDE = TOKEN_ROWS + 4;
 
@@ -50,14 +50,20 @@ mamba2_window(
     const Block block = this_block();
     const int state_offset = (block.head * ROWS + block.first_row) * COLUMNS, tile_index = block.tile;
 
-    // The tile is asked for before anything else is known about the row; a fresh sequence ignores what arrives.
-    const int slot = state_batch_indices[blockIdx.y];
+    // All that is known before the slot, then all that the slot tells, then the tile: nothing here waits for more than
+    // the row's slot. A fresh sequence ignores the tile.
+    const int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
+    const int start = window_starts[blockIdx.y], window_length = window_lens[blockIdx.y];
+    const float log_A = A_log[block.head], D_head = D[block.head], bias = dt_bias[block.head];
     const bool has_slot = slot >= 0 && slot < num_slots;
-    if (has_slot)
+    int tile_position = 0;
+    if (has_slot) {
+        tile_position = position_in[(long long)slot * position_stride + tile_index];
         tile_copy_start(shared.tile, checkpoint_in + (long long)slot * checkpoint_stride + state_offset,
                         &shared.barrier);
-    const Row row = read_row(blockIdx.y, seq_lens, window_starts, window_lens, state_batch_indices, num_tokens,
-                             num_slots, max_seq_len, position_in + tile_index, position_stride, MAX_HISTORY);
+    }
+    const Row row = make_row(slot, seq_len, start, window_length, tile_position, num_tokens, num_slots, max_seq_len,
+                             MAX_HISTORY);
     activation_t* output = y + (long long)block.head * ROWS + block.first_row;
     const bool prefill = row.length > MAX_WINDOW;
     if (!row.active || prefill) {
@@ -78,7 +84,7 @@ mamba2_window(
             ring_x_in + (long long)slot * ring_x_stride + block.head * ROWS + block.first_row,
             ring_B_in + (long long)slot * ring_B_stride + block.group * COLUMNS,
             ring_dt_in + (long long)slot * ring_dt_stride + block.head,
-            -expf(A_log[block.head]), D[block.head], dt_bias[block.head]};
+            -expf(log_A), D_head, bias};
         const SerialStores stores = {checkpoint + (long long)slot * checkpoint_stride + state_offset, row.length,
                                      nullptr, 0};
         for (int first = warp * 4; first < CTA_ROWS; first += WARPS * 4)
@@ -92,46 +98,50 @@ mamba2_window(
 
     const int c = row.checkpoint_position, history = row.seq_len - c, length = row.length;
     const bool flush = history > 0 && history + length > BUFFER_LEN;
-    const int window_row = flush ? round_up(history, 8) : history;  // of the token rows in shared memory
-    const int token_rows = round_up(window_row + length, 8);
-    const activation_t* slot_ring_x =
-        ring_x_in + (long long)slot * ring_x_stride + block.head * ROWS + block.first_row;
-    const activation_t* slot_ring_B = ring_B_in + (long long)slot * ring_B_stride + block.group * COLUMNS;
-    const activation_t* row_x = x + (long long)row.start * x_stride + block.head * ROWS + block.first_row;
-    const activation_t* row_B = B + (long long)row.start * B_stride + block.group * COLUMNS;
-    const activation_t* row_C = C + (long long)row.start * C_stride + block.group * COLUMNS;
+    const int window_row = flush ? HISTORY_ROWS : history;  // of the token rows in shared memory
+    const int first_entry = c % RING_LEN;                  // of the history in the ring
+    const int x_column = block.head * ROWS + block.first_row, B_column = block.group * COLUMNS;
+    const activation_t* slot_ring_x = computed(ring_x_in + ((long long)slot * ring_x_stride + x_column));
+    const activation_t* slot_ring_B = computed(ring_B_in + ((long long)slot * ring_B_stride + B_column));
+    const activation_t* row_x = computed(x + ((long long)row.start * x_stride + x_column));
+    const activation_t* row_B = computed(B + ((long long)row.start * B_stride + B_column));
+    const activation_t* row_C = C + ((long long)row.start * C_stride + B_column);
 
-    for (int i = tid; i < token_rows * (COLUMNS / 8); i += THREADS) {
-        const int k = i / (COLUMNS / 8), offset = i % (COLUMNS / 8) * 8, w = k - window_row;
-        const activation_t* from = k < history ? slot_ring_B + (c + k) % RING_LEN * (GROUPS * COLUMNS)
-                                               : row_B + (long long)w * B_stride;
-        const bool valid = k < history || (w >= 0 && w < length);
-        copy_async_16(shared.B + k * TOKEN_STRIDE + offset, valid ? from + offset : row_B, valid);
-    }
-    for (int i = tid; i < MAX_WINDOW * (COLUMNS / 8); i += THREADS) {
-        const int w = i / (COLUMNS / 8), offset = i % (COLUMNS / 8) * 8;
-        const bool valid = w < length;
-        copy_async_16(shared.C + w * TOKEN_STRIDE + offset, valid ? row_C + (long long)w * C_stride + offset : row_C,
-                      valid);
-    }
-    for (int i = tid; i < token_rows * (CTA_ROWS / 8); i += THREADS) {
-        const int k = i / (CTA_ROWS / 8), offset = i % (CTA_ROWS / 8) * 8, w = k - window_row;
-        const activation_t* from =
-            k < history ? slot_ring_x + (c + k) % RING_LEN * (HEADS * ROWS) : row_x + (long long)w * x_stride;
-        const bool valid = k < history || (w >= 0 && w < length);
-        copy_async_16(shared.x + k * VALUE_STRIDE + offset, valid ? from + offset : row_x, valid);
-    }
-    const float D_head = D[block.head];
+    float raw_dt = 0.f, dt_past = 0.f;
     if (warp == 0) {
-        const float A = -expf(A_log[block.head]);
-        const float dt_past = lane < history ? ring_dt_in[(long long)slot * ring_dt_stride +
-                                                          (c + lane) % RING_LEN * HEADS + block.head]
-                                             : 0.f;
-        float dt_new = 0.f;
-        if (lane < length) {
-            const float raw = activation_to_float(dt[(long long)(row.start + lane) * dt_stride + block.head]);
-            dt_new = softplus(raw + dt_bias[block.head]);
-        }
+        if (lane < length) raw_dt = activation_to_float(dt[(long long)(start + lane) * dt_stride + block.head]);
+        if (lane < history)
+            dt_past = ring_dt_in[(long long)slot * ring_dt_stride + wrapped(first_entry + lane) * HEADS + block.head];
+    }
+    // Row k of B and x in shared memory: history, window, or zero.
+    const auto load_B = [&](int k, int offset) {
+        const int w = k - window_row;
+        const bool past = k < history, valid = past | ((u32)w < (u32)length);
+        const int entry = wrapped(first_entry + (past ? k : 0)) * (GROUPS * COLUMNS), token = (valid ? w : 0) * B_stride;
+        copy_async_16(shared.B + k * TOKEN_STRIDE + offset,
+                      (past ? slot_ring_B : row_B) + ((past ? entry : token) + offset), valid);
+    };
+    const auto load_x = [&](int k, int offset) {
+        const int w = k - window_row;
+        const bool past = k < history, valid = past | ((u32)w < (u32)length);
+        const int entry = wrapped(first_entry + (past ? k : 0)) * (HEADS * ROWS), token = (valid ? w : 0) * x_stride;
+        copy_async_16(shared.x + k * VALUE_STRIDE + offset,
+                      (past ? slot_ring_x : row_x) + ((past ? entry : token) + offset), valid);
+    };
+    constexpr int B_CHUNKS = COLUMNS / 8, X_CHUNKS = CTA_ROWS / 8;
+    spread<HISTORY_ROWS * B_CHUNKS>([&](int i) { load_B(i / B_CHUNKS, i % B_CHUNKS * 8); });
+    spread<HISTORY_ROWS * X_CHUNKS>([&](int i) { load_x(i / X_CHUNKS, i % X_CHUNKS * 8); });
+    spread_from_end<MAX_WINDOW * B_CHUNKS>([&](int i) {
+        const int w = i / B_CHUNKS, offset = i % B_CHUNKS * 8;
+        const bool valid = w < length;
+        copy_async_16(shared.C + w * TOKEN_STRIDE + offset, row_C + ((valid ? w : 0) * C_stride + offset), valid);
+    });
+    if (flush) {
+        spread<WINDOW_ROWS * B_CHUNKS>([&](int i) { load_B(HISTORY_ROWS + i / B_CHUNKS, i % B_CHUNKS * 8); });
+        spread<WINDOW_ROWS * X_CHUNKS>([&](int i) { load_x(HISTORY_ROWS + i / X_CHUNKS, i % X_CHUNKS * 8); });
+    }
+    if (warp == 0) {
+        const float A = -expf(log_A), dt_new = lane < length ? softplus(raw_dt + bias) : 0.f;
         scan_decays(shared.decays, A * dt_past, A * dt_new);
         if (lane < HISTORY_ROWS) shared.dt_history[lane] = dt_past;
         if (lane < WINDOW_ROWS) shared.dt_window[lane] = dt_new;
@@ -139,29 +149,8 @@ mamba2_window(
     copy_async_wait();
     sync_threads();
 
-    // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
-    activation_t* to_x = ring_x + (long long)slot * ring_x_stride + block.head * ROWS + block.first_row;
-    for (int i = tid; i < length * (CTA_ROWS / 8); i += THREADS) {
-        const int w = i / (CTA_ROWS / 8), offset = i % (CTA_ROWS / 8) * 8;
-        *(uint4*)(to_x + (row.seq_len + w) % RING_LEN * (HEADS * ROWS) + offset) =
-            *(const uint4*)(shared.x + (window_row + w) * VALUE_STRIDE + offset);
-    }
-    if (block.first_of_group) {
-        activation_t* to_B = ring_B + (long long)slot * ring_B_stride + block.group * COLUMNS;
-        for (int i = tid; i < length * (COLUMNS / 8); i += THREADS) {
-            const int w = i / (COLUMNS / 8), offset = i % (COLUMNS / 8) * 8;
-            *(uint4*)(to_B + (row.seq_len + w) % RING_LEN * (GROUPS * COLUMNS) + offset) =
-                *(const uint4*)(shared.B + (window_row + w) * TOKEN_STRIDE + offset);
-        }
-    }
-    if (block.first_of_head && tid < length)
-        ring_dt[(long long)slot * ring_dt_stride + (row.seq_len + tid) % RING_LEN * HEADS + block.head] =
-            shared.dt_window[tid];
-    if ((flush || row.seq_len == 0) && tid < CTA_TILES)
-        position[(long long)slot * position_stride + tile_index + tid] = row.seq_len;
-
     // Coefficients of x: decay, dt and B . C of every (window token, token) pair; D sits on the diagonal.
-    const int first_block = flush ? window_row / 8 : 0, last_block = token_rows / 8;
+    const int first_block = flush ? HISTORY_BLOCKS : 0, last_block = HISTORY_BLOCKS + (flush ? WINDOW_ROWS / 8 : 0);
     for (int k8 = first_block + warp; k8 < last_block; k8 += WARPS) {
         float sum[4] = {0.f, 0.f, 0.f, 0.f};
         const int query_row = QUERY_TILES == 1 ? lane % 8 : lane % 16;
@@ -170,37 +159,68 @@ mamba2_window(
 #pragma unroll
         for (int i = 0; i < 2 * QUERY_TILES; i++) {
             const int w = g + 8 * (i / 2), k = k8 * 8 + 2 * t + i % 2, j = k - window_row;
-            float value = 0.f;
-            if (w < length && j < 0)
-                value = shared.dt_history[k] * decay_of(shared.decays.history[k] + shared.decays.prefix[w]) * sum[i];
-            else if (w < length && j <= w)
-                value = shared.dt_window[j] * window_decay(shared.decays, j, w) * sum[i];
-            if (w < length && j == w) value += D_head;
-            shared.coefficients[w * COEFFICIENT_STRIDE + k] = value;
+            const bool past = j < 0, live = (w < length) & (j <= w);
+            const int token = past ? k : j < WINDOW_ROWS ? j : 0;
+            const float dt_token = (past ? shared.dt_history : shared.dt_window)[token];
+            const float exponent = past ? shared.decays.history[token] + shared.decays.prefix[w]
+                                        : window_log_decay(shared.decays, token, w);
+            const float value = dt_token * decay_of(exponent) * sum[i];
+            shared.coefficients[w * COEFFICIENT_STRIDE + k] = live ? (j == w ? value + D_head : value) : 0.f;
         }
     }
+
+    // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
+    const int first_new = row.seq_len % RING_LEN;
+    spread_from_end<MAX_WINDOW * X_CHUNKS>([&](int i) {
+        const int w = i / X_CHUNKS, offset = i % X_CHUNKS * 8;
+        if (w < length)
+            *(uint4*)(ring_x + ((long long)slot * ring_x_stride + wrapped(first_new + w) * (HEADS * ROWS) +
+                                block.head * ROWS + block.first_row + offset)) =
+                *(const uint4*)(shared.x + (window_row + w) * VALUE_STRIDE + offset);
+    });
+    if (block.first_of_group)
+        spread_from_end<MAX_WINDOW * B_CHUNKS>([&](int i) {
+            const int w = i / B_CHUNKS, offset = i % B_CHUNKS * 8;
+            if (w < length)
+                *(uint4*)(ring_B + ((long long)slot * ring_B_stride + wrapped(first_new + w) * (GROUPS * COLUMNS) +
+                                    block.group * COLUMNS + offset)) =
+                    *(const uint4*)(shared.B + (window_row + w) * TOKEN_STRIDE + offset);
+        });
+    const int from_end = THREADS - 1 - tid;
+    if (block.first_of_head && from_end < length)
+        ring_dt[(long long)slot * ring_dt_stride + wrapped(first_new + from_end) * HEADS + block.head] =
+            shared.dt_window[from_end];
+    if ((flush || row.seq_len == 0) && from_end < CTA_TILES)
+        position[(long long)slot * position_stride + tile_index + from_end] = row.seq_len;
     sync_threads();
 
-    float sum[QUERY_TILES][4] = {}, high[QUERY_TILES][4] = {}, low[QUERY_TILES][4] = {};
+    float sum[QUERY_TILES][4] = {};
+    Products<QUERY_TILES> products;
+    products.clear();
     const activation_t* own_x = shared.x + (lane % 8) * VALUE_STRIDE + warp * 16 + (lane / 8 & 1) * 8;
-    for (int k8 = first_block; k8 < last_block; k8++) {
+    const auto combine_block = [&](int k8) {
         u32 pairs[2];
         load_matrix_x2_transposed(pairs, own_x + k8 * 8 * VALUE_STRIDE);
         const float a[4] = {activation_low(pairs[0]), activation_low(pairs[1]), activation_high(pairs[0]),
                             activation_high(pairs[1])};
         combine<QUERY_TILES, COEFFICIENT_STRIDE>(sum, a, shared.coefficients + g * COEFFICIENT_STRIDE + k8 * 8);
+    };
+    if (flush) {
+#pragma unroll
+        for (int k8 = 0; k8 < WINDOW_ROWS / 8; k8++) combine_block(HISTORY_BLOCKS + k8);
+    } else {
+#pragma unroll
+        for (int k8 = 0; k8 < HISTORY_BLOCKS; k8++) combine_block(k8);
     }
     const activation_t* query[QUERY_TILES];
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++)
         query[n] = shared.C + (n * 8 + g < MAX_WINDOW ? n * 8 + g : MAX_WINDOW - 1) * TOKEN_STRIDE;
-    if (has_slot) tile_copy_wait(&shared.barrier);
+    tile_copy_wait(&shared.barrier);
     if (flush) {
         float values[HISTORY_BLOCKS][4];
-        const int blocks = window_row / 8;
 #pragma unroll
         for (int k8 = 0; k8 < HISTORY_BLOCKS; k8++) {
-            if (k8 >= blocks) break;
             u32 pairs[2];
             load_matrix_x2_transposed(pairs, own_x + k8 * 8 * VALUE_STRIDE);
             const int k = k8 * 8 + 2 * t;
@@ -209,11 +229,11 @@ mamba2_window(
             values[k8][0] = even * activation_low(pairs[0]), values[k8][1] = even * activation_low(pairs[1]);
             values[k8][2] = odd * activation_high(pairs[0]), values[k8][3] = odd * activation_high(pairs[1]);
         }
-        fold_and_dot_tile<QUERY_TILES>(high, low, shared.tile,
+        fold_and_dot_tile<QUERY_TILES>(products, shared.tile,
                                        checkpoint + (long long)slot * checkpoint_stride + state_offset, c > 0,
-                                       decay_of(shared.decays.total), values, shared.B, blocks, query);
+                                       decay_of(shared.decays.total), values, shared.B, query);
     } else if (c > 0) {
-        dot_tile<QUERY_TILES>(high, low, shared.tile, query);
+        dot_tile<QUERY_TILES>(products, shared.tile, query);
     }
 
     // Each warp gathers its 16 rows of every token in its own columns of x, which nobody else reads any more.
@@ -224,7 +244,7 @@ mamba2_window(
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int w = n * 8 + 2 * t + i % 2;
-            const float value = sum[n][i] + decay_of(base + shared.decays.prefix[w]) * (high[n][i] + low[n][i]);
+            const float value = sum[n][i] + decay_of(base + shared.decays.prefix[w]) * products.value(n, i);
             if (w < length)
                 shared.x[w * VALUE_STRIDE + warp * 16 + g + 8 * (i / 2)] = float_to_activation(value);
         }

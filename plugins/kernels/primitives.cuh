@@ -7,6 +7,7 @@ typedef unsigned short u16;
 typedef unsigned long long u64;
 
 #define DEVICE static __device__ __forceinline__
+#define DEVICE_MEMBER __device__ __forceinline__
 #define KERNEL(threads, min_ctas) extern "C" __global__ void __launch_bounds__(threads, min_ctas)
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 
@@ -48,6 +49,9 @@ DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
                  "r"(valid ? 16 : 0)
                  : "memory");
 }
+DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for the thread's copies of all groups but the last committed one.
+DEVICE void copy_async_wait_but_last() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 #if BULK_COPY
@@ -104,12 +108,12 @@ DEVICE void load_matrix_x2_transposed(u32 (&r)[2], const void* row) {
 template <int FORMAT>
 DEVICE void mma_16bit(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     if constexpr (FORMAT == FORMAT_BF16)
-        asm volatile(
+        asm(
             "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
     else
-        asm volatile(
+        asm(
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -118,7 +122,7 @@ DEVICE void mma_16bit(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
 // d[16 x 8] += a[16 x 8] b[8 x 8]; operands keep 10 bits of mantissa, the rest is ignored. a holds (g, t), (g+8, t),
 // (g, t+4), (g+8, t+4); b holds (t, g), (t+4, g).
 DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(float_to_bits(a0)), "r"(float_to_bits(a1)), "r"(float_to_bits(a2)), "r"(float_to_bits(a3)),
@@ -129,6 +133,12 @@ DEVICE float shuffle_up(float value, int delta) { return __shfl_up_sync(0xffffff
 DEVICE float shuffle_down(float value, int delta) { return __shfl_down_sync(0xffffffffu, value, delta); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 DEVICE float shuffle_from(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+// Computes the pointer here and now: the compiler would otherwise branch to compute one of several that it selects from.
+template <class T>
+DEVICE const T* computed(const T* pointer) {
+    asm volatile("" : "+l"(pointer));
+    return pointer;
+}
 DEVICE void sync_threads() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void atomic_or(int* address, int value) { atomicOr(address, value); }

@@ -67,6 +67,28 @@ DEVICE Block this_block() {
             part == 0 && head % HEADS_PER_GROUP == 0};
 }
 
+// body(i) for every i < TOTAL, spread over the block's threads in a fixed number of steps without branches between them.
+template <int TOTAL, class Body>
+DEVICE void spread(const Body& body) {
+#pragma unroll
+    for (int n = 0; n < (TOTAL + THREADS - 1) / THREADS; n++) {
+        const int i = n * THREADS + (int)threadIdx.x;
+        if (TOTAL % THREADS == 0 || i < TOTAL) body(i);
+    }
+}
+// The same from the last thread on: for side work beside the first warps' part of the critical path.
+template <int TOTAL, class Body>
+DEVICE void spread_from_end(const Body& body) {
+#pragma unroll
+    for (int n = 0; n < (TOTAL + THREADS - 1) / THREADS; n++) {
+        const int i = n * THREADS + THREADS - 1 - (int)threadIdx.x;
+        if (TOTAL % THREADS == 0 || i < TOTAL) body(i);
+    }
+}
+
+// Ring entry of an index below twice the ring's length.
+DEVICE int wrapped(int entry) { return entry < RING_LEN ? entry : entry - RING_LEN; }
+
 // Zeros in the output rows of a row without work. `output` points at (token 0, first row of the block).
 DEVICE void write_zeros(const Row& row, activation_t* output, int token_stride) {
     if (!row.in_range) return;
@@ -78,9 +100,10 @@ DEVICE void write_zeros(const Row& row, activation_t* output, int token_stride) 
 
 // ------------------------------------------------------------------------------------------------- state tile
 
+// The last warp asks for it, whose thread waits for its fences; the first warps have more to do.
 DEVICE void tile_copy_start(state_t* tile, const state_t* global, u64* barrier) {
 #if BULK_COPY
-    if (threadIdx.x == 0) bulk_copy_start(tile, global, CTA_ROWS * COLUMNS * sizeof(state_t), barrier);
+    if (threadIdx.x == THREADS - 32) bulk_copy_start(tile, global, CTA_ROWS * COLUMNS * sizeof(state_t), barrier);
 #else
     constexpr int PER_COPY = 16 / sizeof(state_t);
     for (int i = threadIdx.x; i < CTA_ROWS * COLUMNS / PER_COPY; i += THREADS)
@@ -148,12 +171,28 @@ DEVICE void load_query_columns(const activation_t* from, u32 (&pairs)[LANE_COLUM
 
 // ------------------------------------------------------------------------------------------------ matrix steps
 
-// high[n][.] + low[n][.] += (16 rows of the state) . (8 queries), over the lane's columns. A k-step of the matrix unit
-// takes any pairing of columns to its slots, as long as both operands use the same one: lane t holds LANE_COLUMNS
-// neighbouring columns and feeds two of them per step.
+// Products of the warp's 16 state rows and all queries. Four sums each (high and low halves of fp32 states, even and odd
+// steps) keep the matrix unit's latency hidden; `value` adds them in one order.
 template <int TILES>
-DEVICE void dot_columns(float (&high)[TILES][4], float (&low)[TILES][4], const float (&s0)[LANE_COLUMNS],
-                        const float (&s1)[LANE_COLUMNS], const activation_t* const (&query)[TILES], int column) {
+struct Products {
+    float high[TILES][2][4], low[TILES][2][4];
+
+    DEVICE_MEMBER void clear() {
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+#pragma unroll
+            for (int i = 0; i < 8; i++) high[n][i / 4][i % 4] = low[n][i / 4][i % 4] = 0.f;
+    }
+    DEVICE_MEMBER float value(int n, int i) const {
+        return (high[n][0][i] + high[n][1][i]) + (low[n][0][i] + low[n][1][i]);
+    }
+};
+
+// Adds the part of the lane's columns. A k-step of the matrix unit takes any pairing of columns to its slots, as long as
+// both operands use the same one: lane t holds LANE_COLUMNS neighbouring columns and feeds two of them per step.
+template <int TILES>
+DEVICE void dot_columns(Products<TILES>& products, const float (&s0)[LANE_COLUMNS], const float (&s1)[LANE_COLUMNS],
+                        const activation_t* const (&query)[TILES], int column) {
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
         u32 pairs[LANE_COLUMNS / 2];
@@ -164,19 +203,18 @@ DEVICE void dot_columns(float (&high)[TILES][4], float (&low)[TILES][4], const f
             const float a0 = s0[2 * i], a1 = s1[2 * i], a2 = s0[2 * i + 1], a3 = s1[2 * i + 1];
             if constexpr (STATE_FORMAT == FORMAT_FP32) {
                 const float h0 = tf32_high(a0), h1 = tf32_high(a1), h2 = tf32_high(a2), h3 = tf32_high(a3);
-                mma_tf32(high[n], h0, h1, h2, h3, b0, b1);
-                mma_tf32(low[n], a0 - h0, a1 - h1, a2 - h2, a3 - h3, b0, b1);
+                mma_tf32(products.high[n][i % 2], h0, h1, h2, h3, b0, b1);
+                mma_tf32(products.low[n][i % 2], a0 - h0, a1 - h1, a2 - h2, a3 - h3, b0, b1);
             } else {
-                mma_tf32(high[n], a0, a1, a2, a3, b0, b1);
+                mma_tf32(products.high[n][i % 2], a0, a1, a2, a3, b0, b1);
             }
         }
     }
 }
 
-// The warp's 16 rows of the state times all queries, from the tile in shared memory.
+// From the tile in shared memory.
 template <int TILES>
-DEVICE void dot_tile(float (&high)[TILES][4], float (&low)[TILES][4], const state_t* tile,
-                     const activation_t* const (&query)[TILES]) {
+DEVICE void dot_tile(Products<TILES>& products, const state_t* tile, const activation_t* const (&query)[TILES]) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const state_t* rows = tile + ((threadIdx.x / 32) * 16 + g) * COLUMNS + t * LANE_COLUMNS;
 #pragma unroll 8
@@ -184,7 +222,7 @@ DEVICE void dot_tile(float (&high)[TILES][4], float (&low)[TILES][4], const stat
         float s0[LANE_COLUMNS], s1[LANE_COLUMNS];
         load_lane_columns(rows + column, s0);
         load_lane_columns(rows + 8 * COLUMNS + column, s1);
-        dot_columns<TILES>(high, low, s0, s1, query, column + t * LANE_COLUMNS);
+        dot_columns<TILES>(products, s0, s1, query, column + t * LANE_COLUMNS);
     }
 }
 
@@ -192,9 +230,9 @@ DEVICE void dot_tile(float (&high)[TILES][4], float (&low)[TILES][4], const stat
 // values[k] are the coefficients of the rank-1 updates of history block k in the layout of mma_tf32's first operand,
 // where slot t is token 2 t and slot t + 4 is token 2 t + 1; `tokens` are the rows B or k of the history, zero beyond it.
 template <int TILES>
-DEVICE void fold_and_dot_tile(float (&high)[TILES][4], float (&low)[TILES][4], const state_t* tile, state_t* global,
-                              bool has_state, float decay, const float (&values)[HISTORY_BLOCKS][4],
-                              const activation_t* tokens, int blocks, const activation_t* const (&query)[TILES]) {
+DEVICE void fold_and_dot_tile(Products<TILES>& products, const state_t* tile, state_t* global, bool has_state, float decay,
+                              const float (&values)[HISTORY_BLOCKS][4], const activation_t* tokens,
+                              const activation_t* const (&query)[TILES]) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = (threadIdx.x / 32) * 16;
     const state_t* rows = tile + (first + g) * COLUMNS + t * LANE_COLUMNS;
     state_t* stored = global + (first + g) * COLUMNS + t * LANE_COLUMNS;
@@ -216,7 +254,6 @@ DEVICE void fold_and_dot_tile(float (&high)[TILES][4], float (&low)[TILES][4], c
             const activation_t* token = tokens + column + (g / 2) * LANE_COLUMNS + 2 * i;
 #pragma unroll
             for (int k = 0; k < HISTORY_BLOCKS; k++) {
-                if (k >= blocks) break;
                 const u32 even = *(const u32*)(token + (k * 8 + 2 * t) * TOKEN_STRIDE);
                 const u32 odd = *(const u32*)(token + (k * 8 + 2 * t + 1) * TOKEN_STRIDE);
                 const float b0 = (g & 1) ? activation_high(even) : activation_low(even);
@@ -230,7 +267,7 @@ DEVICE void fold_and_dot_tile(float (&high)[TILES][4], float (&low)[TILES][4], c
         }
         store_lane_columns(stored + column, s0, first + g < CTA_ROWS);
         store_lane_columns(stored + 8 * COLUMNS + column, s1, first + 8 + g < CTA_ROWS);
-        dot_columns<TILES>(high, low, s0, s1, query, column + t * LANE_COLUMNS);
+        dot_columns<TILES>(products, s0, s1, query, column + t * LANE_COLUMNS);
     }
 }
 
@@ -297,9 +334,10 @@ DEVICE void scan_decays(Decays& decays, float history, float window) {
     if (lane == 0) decays.total = suffix;
 }
 
-// Decay from behind window token `from` to behind window token `to`.
-DEVICE float window_decay(const Decays& decays, int from, int to) {
+// Log decay from behind window token `from` to behind window token `to`; the same sum for every MAX_WINDOW.
+DEVICE float window_log_decay(const Decays& decays, int from, int to) {
     float sum = 0.f;
-    for (int w = from + 1; w <= to; w++) sum += decays.window[w];
-    return decay_of(sum);
+#pragma unroll
+    for (int w = 1; w < MAX_WINDOW; w++) sum += w > from && w <= to ? decays.window[w] : 0.f;
+    return sum;
 }

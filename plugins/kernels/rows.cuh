@@ -15,29 +15,32 @@ struct Row {
     int error;
 };
 
-// `position` is the checkpoint position of a slot's tile, or null where the layer keeps none.
-DEVICE Row read_row(int b, const int* seq_lens, const int* window_starts, const int* window_lens,
-                    const int* state_batch_indices, int num_tokens, int num_slots, int max_seq_len,
-                    const int* position, int position_stride, int max_history) {
-    Row row;
-    row.slot = state_batch_indices[b];
-    row.seq_len = seq_lens[b];
-    row.start = window_starts[b];
-    row.length = window_lens[b];
-    row.error = 0;
-    row.checkpoint_position = row.seq_len;
-    const bool idle = row.slot == -1 || row.length == 0;
-    if (row.slot < 0 || row.slot >= num_slots)
+// `checkpoint_position` is what the slot's tile holds, or seq_len where the layer keeps none (max_history 0 then).
+DEVICE Row make_row(int slot, int seq_len, int start, int length, int checkpoint_position, int num_tokens,
+                    int num_slots, int max_seq_len, int max_history) {
+    Row row = {slot, seq_len, start, length, seq_len, false, false, 0};
+    const bool idle = slot == -1 || length == 0;
+    if (slot < 0 || slot >= num_slots)
         row.error |= ERROR_SLOT_OUT_OF_RANGE;
-    else if (position)
-        row.checkpoint_position = row.seq_len ? position[(long long)row.slot * position_stride] : 0;
-    if (row.seq_len < row.checkpoint_position || row.seq_len < 0) row.error |= ERROR_SEQ_LEN_BELOW_CHECKPOINT;
-    if (position && (long long)row.seq_len - row.checkpoint_position > max_history)
-        row.error |= ERROR_HISTORY_OUT_OF_RANGE;
-    row.in_range = row.length >= 0 && row.start >= 0 && (long long)row.start + row.length <= num_tokens;
+    else
+        row.checkpoint_position = seq_len ? checkpoint_position : 0;
+    if (seq_len < row.checkpoint_position || seq_len < 0) row.error |= ERROR_SEQ_LEN_BELOW_CHECKPOINT;
+    if ((long long)seq_len - row.checkpoint_position > max_history) row.error |= ERROR_HISTORY_OUT_OF_RANGE;
+    row.in_range = length >= 0 && start >= 0 && (long long)start + length <= num_tokens;
     if (!row.in_range) row.error |= ERROR_WINDOW_OUT_OF_RANGE;
-    if ((long long)row.seq_len + row.length > max_seq_len) row.error |= ERROR_POSITION_PAST_LIMIT;
+    if ((long long)seq_len + length > max_seq_len) row.error |= ERROR_POSITION_PAST_LIMIT;
     if (idle) row.error = 0;
     row.active = !idle && !row.error;
     return row;
+}
+
+// Row `b` of the call. `position` points at the tile's checkpoint position in slot 0, or is null.
+DEVICE Row read_row(int b, const int* seq_lens, const int* window_starts, const int* window_lens,
+                    const int* state_batch_indices, int num_tokens, int num_slots, int max_seq_len,
+                    const int* position, int position_stride, int max_history) {
+    const int slot = state_batch_indices[b], seq_len = seq_lens[b];
+    int checkpoint_position = seq_len;
+    if (position && slot >= 0 && slot < num_slots) checkpoint_position = position[(long long)slot * position_stride];
+    return make_row(slot, seq_len, window_starts[b], window_lens[b], checkpoint_position, num_tokens, num_slots,
+                    max_seq_len, max_history);
 }

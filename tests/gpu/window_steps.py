@@ -184,14 +184,16 @@ def assert_close(worst: dict[str, float], steps: Steps) -> None:
     """Assert that `compare`'s errors are those of two correct computations that round differently.
 
     "element": outputs are 16-bit; no element may be off by more than one rounding and 2e-3 of the outputs' size, which
-    is what a flipped rounding of a 16-bit state or of a normalised k amounts to. "out": all outputs together; few
-    elements lie on a rounding boundary. fp32 states agree to a few ulp, but a GDN prefill folds k, and few of its
+    is what a flipped rounding of a 16-bit state amounts to; four times that for GDN, where a normalised q or k that
+    rounds the other way (2^-8 of one of dk terms, the largest of which are some 16 times their mean) moves a whole
+    output. "out": all outputs together; few elements lie on a rounding boundary. fp32 states agree to a few ulp, but a GDN prefill folds k, and few of its
     elements round the other way (2^-9 each); 16-bit states and rings differ by one ulp in few elements.
     """
     exact = steps.settings.state_dtype == "float32"
-    limits = {"element": 1.0, "out": 5e-4, "ring_k": 1e-3, "ring_u": 1e-3, "ring_dt": 2e-7, "ring_g": 2e-7}
+    gdn = steps.geometry.kind == "gdn"
+    limits = {"element": 4.0 if gdn else 1.0, "out": 5e-4, "ring_k": 1e-3, "ring_u": 1e-3, "ring_dt": 2e-7, "ring_g": 2e-7}
     for part in ("checkpoint", "snapshots"):
-        limits[part] = 5e-4 if not exact else 1e-4 if steps.geometry.kind == "gdn" else 2e-6
+        limits[part] = 5e-4 if not exact else 1e-4 if gdn else 2e-6
     for name, error in worst.items():
         assert error <= limits.get(name, 0.0), f"{name}: {error:.2e}, limit {limits.get(name, 0.0):.0e}"
 
@@ -273,12 +275,12 @@ def judge(steps: Steps, implementation, count: int, prefill: bool = True) -> flo
 def _sequence_error(steps: Steps, inputs: list[list[torch.Tensor]], outputs: list[torch.Tensor]) -> float:
     if not inputs or not sum(part.shape[0] for part in outputs):
         return 0.0
-    packed = [torch.cat(parts) for parts in zip(*inputs, strict=True)]
-    value = torch.cat(outputs)
+    packed = [torch.cat(parts).cpu() for parts in zip(*inputs, strict=True)]
+    constants, value = [constant.cpu() for constant in steps.constants], torch.cat(outputs).cpu()
     if steps.geometry.kind == "mamba2":
-        expected, _ = recurrence.mamba2_recurrence(*packed, *steps.constants)
+        expected, _ = recurrence.mamba2_recurrence(*packed, *constants)
     elif steps.geometry.kind == "gdn":
-        expected, _ = recurrence.gdn_recurrence(*packed, *steps.constants, None, steps.dtype)
+        expected, _ = recurrence.gdn_recurrence(*packed, *constants, None, steps.dtype)
     else:
-        expected = recurrence.causal_conv1d_recurrence(*packed, *steps.constants)
+        expected = recurrence.causal_conv1d_recurrence(*packed, *constants)
     return relative_error(value, expected)

@@ -75,20 +75,6 @@ def test_window_kernels_compile_without_spills(config: geo.KernelConfig, arch: i
     assert "warning" not in compiled.log
 
 
-@pytest.mark.parametrize("geometry", [SUPER, QWEN], ids=["mamba2", "gdn"])
-@pytest.mark.parametrize("window", [1, 5, 16])
-def test_candidates_compile_without_spills(geometry, window: int, kernel_cache: Path) -> None:
-    """Kernels that benchmarks measure beside the shipping ones."""
-    folder = Path(__file__).parents[2] / "benchmarks" / "candidates"
-    for arch in (80, 90):
-        config = geo.window_config(geometry, ReplaySettings(max_window=window), arch)
-        compiled = nvrtc.compile_kernel(
-            config.kernel, dict(config.defines), arch, cache=kernel_cache, source_dir=folder
-        )
-        used = resources(compiled.log)
-        assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0
-
-
 @pytest.mark.parametrize("arch", geo.ARCHITECTURES)
 def test_convolution_compiles_without_spills(arch: int, kernel_cache: Path) -> None:
     config = geo.conv_config(ConvGeometry(10240, 4), ReplaySettings(max_window=5), True, "bfloat16")

@@ -6,7 +6,6 @@ The emulated operators have the reference's names, so they can stand wherever an
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import hashlib
 import re
 import subprocess
@@ -23,20 +22,19 @@ from replayssm.plugins.geometry import KernelConfig
 PRIMITIVES = Path(__file__).parent / "primitives.h"
 
 
-def kernel_parameters(kernel: str, folder: Path = nvrtc.KERNEL_DIR) -> list[str]:
+def kernel_parameters(kernel: str) -> list[str]:
     """Declarations of a kernel's parameters, in order, such as "const float* A_log"."""
-    source = re.sub(r"//[^\n]*", "", nvrtc.kernel_source(kernel, folder))
+    source = re.sub(r"//[^\n]*", "", nvrtc.kernel_source(kernel))
     match = re.search(rf"KERNEL\([^)]*\)\s*{kernel}\((.*?)\)\s*\{{", source, re.DOTALL)
     return [" ".join(parameter.split()) for parameter in match[1].split(",")]
 
 
 def emulated_source(config: KernelConfig) -> str:
-    folder = Path(config.source_dir) if config.source_dir else nvrtc.KERNEL_DIR
-    device = (folder / "primitives.cuh").read_text().replace("#pragma once\n", "")
+    device = (nvrtc.KERNEL_DIR / "primitives.cuh").read_text().replace("#pragma once\n", "")
     host = PRIMITIVES.read_text().replace("#pragma once\n", "")
-    source = nvrtc.kernel_source(config.kernel, folder)
+    source = nvrtc.kernel_source(config.kernel)
     assert device in source
-    parameters = kernel_parameters(config.kernel, folder)
+    parameters = kernel_parameters(config.kernel)
     names = ", ".join(parameter.split()[-1].lstrip("*") for parameter in parameters)
     defines = "\n".join(f"#define {name} {value}" for name, value in config.defines)
     return f"""{defines}
@@ -71,11 +69,11 @@ def emulated(config: KernelConfig):
 class Emulated:
     """Operators that run the kernels of compute capability `arch` on the CPU.
 
-    cta_rows overrides the launch geometry, source_dir the folder of the kernels.
+    cta_rows overrides the launch geometry.
     """
 
-    def __init__(self, arch: int = 90, cta_rows: int | None = None, source_dir: str = "") -> None:
-        self.arch, self.cta_rows, self.source_dir, self.seed = arch, cta_rows, source_dir, 0
+    def __init__(self, arch: int = 90, cta_rows: int | None = None) -> None:
+        self.arch, self.cta_rows, self.seed = arch, cta_rows, 0
 
     def _call(self, config: KernelConfig, values: list, rows: int, grid_z: int = 1, grid_x: int = 0) -> None:
         self.seed += 1
@@ -94,8 +92,7 @@ class Emulated:
         )
 
     def _window_config(self, state) -> KernelConfig:
-        config = geo.window_config(state.geometry, state.settings, self.arch, cta_rows=self.cta_rows)
-        return dataclasses.replace(config, source_dir=self.source_dir)
+        return geo.window_config(state.geometry, state.settings, self.arch, cta_rows=self.cta_rows)
 
     def mamba2_window(self, x, dt, B, C, A_log, D, dt_bias, state, *rest):
         *index, layer = rest
