@@ -12,6 +12,7 @@ import torch
 from replayssm.plugins import torch_ops
 from replayssm.plugins.network import Network, Node
 from replayssm.plugins.state import LayerState, torch_dtype
+from replayssm.runtime import fusion
 from replayssm.runtime.functional_ops import (
     OPERATORS,
     WEIGHT_OPERATORS,
@@ -34,7 +35,10 @@ class Executor:
     unpack_weights: dequantize NVFP4 and FP8 weights into the activation dtype once, here, instead of at every use.
         Costs 2 bytes a weight in bf16 (4 in fp32) where NVFP4 keeps 0.5625 and FP8 1, and saves most of the time of a
         step on the CPU, so it defaults to on there and to off on CUDA.
-    unpacked: dequantized weights by name, shared by the executors of one engine so that a shared head is kept once.
+    unpacked: weights by name as executors hold them where that is not as the engine does: dequantized, joined by
+        `fusion`, or on a GPU. Executors of one engine share it, so that a weight is kept once.
+    fuse: run what `fusion` makes of the network: fewer operators, and kernels for what lies between the matrix products.
+        By default on CUDA only, because joined products differ from single ones in the last bits.
     emulate_activation_quantization: round inputs of quantized linear operators as the checkpoint's recipe says, which
         hardware with such products does. Off, activations keep their precision.
 
@@ -51,6 +55,7 @@ class Executor:
         *,
         unpack_weights: bool | None = None,
         unpacked: dict[str, Tensor] | None = None,
+        fuse: bool | None = None,
         emulate_activation_quantization: bool = False,
     ) -> None:
         self.network = network
@@ -64,7 +69,9 @@ class Executor:
         self._constants: list[Tensor | None] = []
         self._inputs = {name: self._register(name) for name in network.inputs}
         nodes = [self._unpack_node(node) for node in network.nodes] if self._unpack else network.nodes
-        self._steps = self._compile(nodes)
+        fuse = self.device.type == "cuda" if fuse is None else fuse
+        self._operators = fusion.FUSED_OPERATORS if fuse else OPERATORS
+        self._steps = self._compile(fusion.fuse(network, nodes) if fuse else nodes)
         self._outputs = {public: self._register_of[name] for public, name in network.outputs.items()}
 
     @torch.no_grad()
@@ -104,9 +111,14 @@ class Executor:
             return self._register_of[name]
         if name in self._unpacked:
             return self._register(name, self._unpacked[name])
-        return self._register(name, self._load(name).to(self.device))
+        weight = self._load(name).to(self.device)
+        if self.device.type != "cpu" or name not in self.network.weights:
+            self._unpacked[name] = weight
+        return self._register(name, weight)
 
     def _load(self, name: str) -> Tensor:
+        if parts := fusion.joined_parts(name, self.network):
+            return self._joined(parts)
         if name not in self._weights:
             raise ValueError(f"network {self.network.name!r} needs the weight {name!r}, which the engine lacks")
         weight, spec = self._weights[name], self.network.weights[name]
@@ -116,6 +128,18 @@ class Executor:
                 f"{spec.dtype} {list(spec.shape)}: the engine's weights and networks do not belong together"
             )
         return weight
+
+    def _joined(self, names: list[str]) -> Tensor:
+        """Weights [n, k] one below the other, filled part by part: at most one part is there twice."""
+        joined, filled = None, 0
+        for name in names:
+            part = self._unpacked[name] if name in self._unpacked else self._load(name)
+            if joined is None:
+                rows = sum(self.network.weights[each].shape[0] for each in names)
+                joined = torch.empty(rows, part.shape[1], dtype=part.dtype, device=self.device)
+            joined[filled : filled + len(part)] = part
+            filled += len(part)
+        return joined
 
     def _compile(self, nodes: list[Node]) -> list[Step]:
         last_use = {name: index for index, node in enumerate(nodes) for name in (*node.outputs, *node.inputs)}
@@ -136,15 +160,16 @@ class Executor:
         if node.state is not None:
             layer = self.network.states[node.state].layer
             return partial(STATEFUL_OPERATORS[node.op], self._states[node.state], layer, attributes)
-        if node.op not in OPERATORS:
+        if node.op not in self._operators:
             raise ValueError(
-                f"operator {node.op!r} is unknown; known are {', '.join([*OPERATORS, *STATEFUL_OPERATORS])}"
+                f"operator {node.op!r} is unknown; known are {', '.join([*self._operators, *STATEFUL_OPERATORS])}"
             )
         if node.op in ("linear", "moe"):
             attributes["emulate"] = self._emulate
         if node.op == "embedding":
             attributes["dtype"] = torch_dtype(self.network.spec(node.outputs[0]).dtype)
-        return partial(OPERATORS[node.op], **attributes) if attributes else OPERATORS[node.op]
+        function = self._operators[node.op]
+        return partial(function, **attributes) if attributes else function
 
     def _unpack_node(self, node: Node) -> Node:
         """The same operator over dense weights, which are dequantized into `unpacked` unless they are there already."""

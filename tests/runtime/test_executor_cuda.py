@@ -39,7 +39,7 @@ def test_published_networks_run_without_waiting_for_the_device(name, head):
         flag = torch.empty(1, dtype=torch.int32, device="cuda:0")
         settings = ReplaySettings(max_seq_len=64)
         states = {s: allocate_state(spec.geometry, settings, 4, "cuda:0", flag) for s, spec in network.states.items()}
-        executor = Executor(network, weights, states, "cuda:0")
+        executor = Executor(network, weights, states, "cuda:0", fuse=False)
         outputs = executor({n: fake(spec) for n, spec in network.inputs.items()})
     for value, spec in network.values.items():
         expected = (tuple(sizes.get(size, size) for size in spec.shape), torch_dtype(spec.dtype), "cuda")

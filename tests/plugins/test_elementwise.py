@@ -1,0 +1,169 @@
+"""The fused kernels between matrix products, emulated on the host and, where there is one, on a GPU.
+
+The judge is the PyTorch form on fp64 inputs, which does not round. A result may then differ by the roundings that the
+16-bit formats allow: half a unit of the output, and half a unit for each intermediate that is an activation itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from replayssm.plugins import elementwise, nvrtc
+from replayssm.runtime import functional_ops as F
+
+sys.path.append(str(Path(__file__).parent / "emulation"))
+from emulate import Emulated
+
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Half a unit in the last place, relative to the number."""
+
+emulation = pytest.param("cpu", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++"))
+gpu = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+)
+devices = pytest.mark.parametrize("device", [emulation, gpu])
+dtypes = pytest.mark.parametrize("dtype", UNIT, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _emulated_launches(monkeypatch):
+    """Launches on CPU tensors run in the emulation."""
+    run = elementwise.Launch.run
+
+    def launch(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            run(self, device)
+        else:
+            Emulated()._call(self.config, self.arguments, self.blocks_y, grid_x=self.blocks_x)
+
+    monkeypatch.setattr(elementwise.Launch, "run", launch)
+    empty = torch.empty_like
+    poisoned = lambda *args, **options: empty(*args, **options).fill_(torch.nan)  # noqa: E731
+    monkeypatch.setattr(torch, "empty_like", poisoned)
+
+
+def randn(dtype: torch.dtype, device: str, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def sliced(dtype: torch.dtype, device: str, tokens: int, *shape: int) -> torch.Tensor:
+    """[tokens, *shape] inside a wider projection output."""
+    width = torch.Size(shape).numel()
+    return randn(dtype, device, tokens, width + 24)[:, 8 : 8 + width].unflatten(1, shape)
+
+
+def assert_close(got: torch.Tensor, wanted: torch.Tensor, roundings: float) -> None:
+    """`roundings`: how many half units the result may lie away; fp32 arithmetic in between adds a hundredth."""
+    assert got.is_contiguous()
+    assert got.shape == wanted.shape
+    unit = UNIT[got.dtype]
+    allowed = 1.01 * roundings * unit * wanted.abs() + 2.0**-20
+    worst = ((got.double() - wanted).abs() - allowed).max()
+    assert worst <= 0, f"{float(worst)} beyond {roundings} roundings"
+
+
+def wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.double() for tensor in tensors]
+
+
+@devices
+@dtypes
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("columns", [64, 3136, 2560])
+def test_rms_norm(columns: int, zero_centered: bool, dtype: torch.dtype, device: str) -> None:
+    x, weight = sliced(dtype, device, 3, columns), torch.randn(columns, device=device)
+    got = elementwise.rms_norm(x, weight, 1e-5, zero_centered)
+    assert_close(got, F.rms_norm(*wide(x, weight), eps=1e-5, zero_centered=zero_centered), 1)
+
+
+@devices
+@dtypes
+def test_add_rms_norm_norms_the_rounded_sum(dtype: torch.dtype, device: str) -> None:
+    x, y, weight = sliced(dtype, device, 4, 320), randn(dtype, device, 4, 320), torch.randn(320, device=device)
+    total, normed = elementwise.add_rms_norm(x, y, weight, 1e-6, True)
+    assert torch.equal(total, x + y)
+    assert_close(normed, F.rms_norm(*wide(total, weight), eps=1e-6, zero_centered=True), 1)
+
+
+@devices
+@dtypes
+@pytest.mark.parametrize(
+    ("columns", "group_size", "shared_weight", "gate_first"),
+    [(7680, 960, False, True), (512, 128, True, False), (64, 16, False, True), (1024, 1024, False, False)],
+)
+def test_gated_rms_norm(columns, group_size, shared_weight, gate_first, dtype: torch.dtype, device: str) -> None:
+    x, z = randn(dtype, device, 2, columns), sliced(dtype, device, 2, columns)
+    weight = torch.randn(group_size if shared_weight else columns, device=device)
+    options = {"eps": 1e-5, "group_size": group_size, "gate_first": gate_first}
+    got = elementwise.gated_rms_norm(x, z, weight, **options)
+    assert_close(got, F.gated_rms_norm(*wide(x, z, weight), **options), 1)
+
+
+@devices
+@dtypes
+@pytest.mark.parametrize(("heads", "head_dim", "dim"), [(16, 256, 64), (3, 32, 32), (5, 128, 8)])
+def test_norm_rope(heads: int, head_dim: int, dim: int, dtype: torch.dtype, device: str) -> None:
+    """Rotation mixes two rounded entries, so the error is measured against the larger of the pair."""
+    x = sliced(dtype, device, 4, heads, 2 * head_dim)[..., :head_dim]
+    weight = torch.randn(head_dim, device=device)
+    positions = torch.tensor([0, 1, 777, 262143], dtype=torch.int32, device=device)
+    got = elementwise.norm_rope(x, weight, positions, 1e-6, True, 1e7, dim)
+    normed = F.rms_norm(x.float(), weight, eps=1e-6, zero_centered=True).to(dtype)
+    wanted = F.rope(normed, positions, theta=1e7, dim=dim).double()
+    size = normed.double().abs()
+    first, second = size[..., : dim // 2], size[..., dim // 2 : dim]
+    pair = torch.cat([first + second, first + second, size[..., dim:]], -1)
+    # Both sides round the norm and the rotation; where the norms round apart that is a whole unit of the pair.
+    assert ((got.double() - wanted).abs() <= 4 * UNIT[dtype] * pair + 2.0**-20).all()
+    assert (got != wanted.to(dtype)).double().mean() < 0.02, "roundings fall differently only where fp32 sums do"
+
+
+@devices
+@dtypes
+@pytest.mark.parametrize("name", elementwise.ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(640,), (3, 40)])
+def test_activation(shape: tuple[int, ...], name: str, dtype: torch.dtype, device: str) -> None:
+    x, y = sliced(dtype, device, 5, *shape), None if name == "squared_relu" else sliced(dtype, device, 5, *shape)
+    x[0, ..., :2], x[1, ..., 0] = torch.tensor([30.0, -30.0]), torch.nan
+    got = elementwise.activate(name, x, y)
+    forms = {
+        "silu_multiply": lambda a, b: torch.nn.functional.silu(a) * b,
+        "multiply_sigmoid": lambda a, b: a * b.sigmoid(),
+        "squared_relu": lambda a, _: F.squared_relu(a),
+    }
+    wanted = forms[name](x.double(), None if y is None else y.double())
+    assert torch.equal(got.isnan(), wanted.isnan())
+    # The gate is an activation of its own and rounded before the product. 2^-14 and below are subnormal in fp16.
+    good = ~wanted.isnan() & (wanted.abs() > 1e-3)
+    assert ((got.double() - wanted).abs()[good] <= 2.02 * UNIT[dtype] * wanted.abs()[good]).all()
+
+
+def test_what_the_kernels_take() -> None:
+    x = torch.zeros(4, 64, dtype=torch.bfloat16)
+    assert elementwise.supports(x, x[:, 8:16])
+    for bad in (x.float(), x[:, 4:12], x[:, :12], x.T, x[None, None]):
+        assert not elementwise.supports(bad)
+    assert not elementwise.supports(x, x.half())
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_compiles_without_spills(arch: int, tmp_path: Path) -> None:
+    x, heads = torch.zeros(1, 3136, dtype=torch.bfloat16), torch.zeros(1, 4, 256, dtype=torch.bfloat16)
+    weight, positions = torch.zeros(3136), torch.zeros(1, dtype=torch.int32)
+    plans = [
+        elementwise.plan_rms_norm(x, x, weight, 1e-5, True, x, x),
+        elementwise.plan_gated_rms_norm(x, x, weight, 1e-5, 784, True, x),
+        elementwise.plan_activation("silu_multiply", x, x, x),
+    ]
+    for plan in plans:
+        compiled = nvrtc.compile_kernel(plan.config.kernel, dict(plan.config.defines), arch, cache=tmp_path)
+        assert "0 bytes spill stores, 0 bytes spill loads" in compiled.log
+    plan = elementwise.plan_norm_rope(heads, weight, weight[:32], positions, 1e-5, True, heads)
+    # sin and cos of large angles reduce them through local memory, which is no spill.
+    nvrtc.compile_kernel(plan.config.kernel, dict(plan.config.defines), arch, cache=tmp_path)

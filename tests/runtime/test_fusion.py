@@ -1,0 +1,124 @@
+"""A fused network computes what the network computes, with the operators that were meant to disappear gone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from replayssm.builders.checkpoint import Checkpoint
+from replayssm.builders.config import published
+from replayssm.builders.models import build_networks
+from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.network import CALL_INPUTS
+from replayssm.plugins.state import allocate_state
+from replayssm.runtime import fusion
+from replayssm.runtime.executor import Executor
+
+SETTINGS = ReplaySettings(
+    buffer_len=4, max_window=3, max_seq_len=64, activation_dtype="float64", state_dtype="float64", u_format="exact"
+)
+
+
+def rows(lengths: list[int], seq_lens: list[int]) -> dict[str, torch.Tensor]:
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    values = {
+        "token_ids": [(7 * i) % 101 for i in range(sum(lengths))],
+        "positions": [base + i for base, length in zip(seq_lens, lengths, strict=True) for i in range(length)],
+        "seq_lens": seq_lens,
+        "window_starts": starts,
+        "window_lens": lengths,
+        "state_batch_indices": list(range(len(lengths))),
+        "logits_indices": list(range(sum(lengths))),
+    }
+    return {n: torch.tensor(values[n], dtype=getattr(torch, dtype)) for n, (dtype, _) in CALL_INPUTS.items()}
+
+
+@pytest.mark.parametrize("layout", ["nano", "super", "qwen", "qwen_moe"])
+def test_a_fused_network_gives_the_same_logits(layout, tiny_checkpoint):
+    """In float64 joined products and sums in another order differ by some 1e-15 of values near 1."""
+    checkpoint = Checkpoint.open(tiny_checkpoint(layout))
+    traced = build_networks(checkpoint.config, checkpoint.module_format, "float64")
+    for network in (traced.main, traced.mtp):
+        outputs = []
+        for fuse in (False, True):
+            states = {name: allocate_state(spec.geometry, SETTINGS, 2) for name, spec in network.states.items()}
+            weights = {name: traced.weight_plan[name].load(checkpoint.tensor) for name in network.weights}
+            executor = Executor(network, weights, states, fuse=fuse)
+            steps = []
+            for call in (rows([5, 7], [0, 0]), rows([3, 1], [5, 7]), rows([1, 1], [7, 8])):
+                if "hidden_states" in network.inputs:
+                    tokens = call["token_ids"].shape[0]
+                    call["hidden_states"] = torch.linspace(-1, 1, tokens * 128, dtype=torch.float64).view(tokens, 128)
+                steps.append(executor(call))
+            outputs.append(steps)
+        for plain, fused in zip(*outputs, strict=True):
+            for name in network.outputs:
+                assert (plain[name] - fused[name]).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("name", "gone", "joined"),
+    [("nano4b", {"add"}, 4), ("qwen4b", {"add", "silu", "rope", "sigmoid", "multiply"}, 64)],
+)
+def test_what_a_published_model_becomes(name, gone, joined):
+    network = build_networks(published(name), mtp=False).main
+    nodes = fusion.fuse(network, network.nodes)
+    counts = Counter(node.op for node in nodes)
+    before = Counter(node.op for node in network.nodes)
+    for op in gone:
+        assert before[op], op
+        assert counts[op] <= 1, f"{counts[op]} of {before[op]} {op} are left"
+    weights = [node.inputs[1] for node in nodes if node.op == "linear"]
+    assert sum(fusion.JOIN in weight for weight in weights) == joined
+    parts = [part for weight in weights for part in (fusion.joined_parts(weight, network) or [weight])]
+    assert sorted(parts) == sorted(node.inputs[1] for node in network.nodes if node.op == "linear")
+    assert_is_straight_line_code(network, nodes)
+
+
+def assert_is_straight_line_code(network, nodes):
+    """Every value is computed once, before it is read, and the network's outputs are among them."""
+    known = {*network.inputs, *network.weights}
+    for node in nodes:
+        for name in node.inputs:
+            assert name in known or fusion.joined_parts(name, network), (node.op, name)
+        assert not known & set(node.outputs)
+        known |= set(node.outputs)
+    assert set(network.outputs.values()) <= known
+
+
+def test_a_sum_that_others_read_stays():
+    """x = add(...) feeds the norm and the next addition: both results must survive, in place."""
+    network = build_networks(published("nano4b"), mtp=False).main
+    add = next(node for node in network.nodes if node.op == "add")
+    fused = next(node for node in fusion.fuse(network, network.nodes) if add.outputs[0] in node.outputs)
+    assert fused.op == "add_rms_norm"
+    assert fused.outputs[0] == add.outputs[0]
+    assert sum(add.outputs[0] in node.inputs for node in fusion.fuse(network, network.nodes)) == 1
+
+
+def test_an_intermediate_with_another_reader_is_not_swallowed():
+    network = build_networks(published("qwen4b"), mtp=False).main
+    silu = next(node for node in network.nodes if node.op == "silu")
+    kept = replace(network, outputs={**network.outputs, "gate": silu.outputs[0]})
+    nodes = fusion.fuse(kept, kept.nodes)
+    assert any(node.outputs == silu.outputs for node in nodes)
+    assert_is_straight_line_code(kept, nodes)
+
+
+def test_joined_weights_are_kept_once_and_shared(tiny_checkpoint):
+    checkpoint = Checkpoint.open(tiny_checkpoint("qwen"))
+    traced = build_networks(checkpoint.config, checkpoint.module_format, "float64")
+    network = traced.main
+    weights = {name: traced.weight_plan[name].load(checkpoint.tensor) for name in network.weights}
+    settings = replace(SETTINGS)
+    states = {name: allocate_state(spec.geometry, settings, 2) for name, spec in network.states.items()}
+    shared: dict[str, torch.Tensor] = {}
+    first = Executor(network, weights, states, fuse=True, unpacked=shared)
+    kept = dict(shared)
+    assert any(fusion.JOIN in name for name in kept)
+    assert first.weight_bytes == sum(tensor.nbytes for tensor in weights.values())
+    Executor(network, weights, states, fuse=True, unpacked=shared)
+    assert all(shared[name] is kept[name] for name in kept)
