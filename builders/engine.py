@@ -30,7 +30,6 @@ from replayssm.plugins.manifest import (
     sha256_file,
 )
 from replayssm.plugins.network import Network
-from replayssm.plugins.reference.layout import require_supported
 from replayssm.plugins.state import allocate_state
 
 TARGETS = {
@@ -177,7 +176,6 @@ def _is_own_engine(directory: Path) -> bool:
 
 def _check_states(networks: Iterable[Network], replay: ReplaySettings, target: str) -> None:
     """Settings that the operators or a layer's state refuse must fail here, not at the first token."""
-    require_supported(f"the {target} target", replay.readout_dtype)
     for network in networks:
         for state in network.states.values():
             allocate_state(state.geometry, replay, 1, "meta")

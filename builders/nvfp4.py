@@ -27,6 +27,8 @@ from replayssm.plugins.nvfp4 import (
     dequantize,
     dequantize_fp8,
     encode,
+    pack_nibbles,
+    unpack_nibbles,
 )
 
 __all__ = [
@@ -72,12 +74,12 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
     """Two codes a byte [..., K] -> [..., K / 2]: the even column in the low nibble."""
     if codes.shape[-1] % 2:
         raise ValueError(f"two codes fill a byte, so the last dimension must be even, got shape {list(codes.shape)}")
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return pack_nibbles(codes)
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
     """Inverse of `pack`."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    return unpack_nibbles(packed)
 
 
 def amax(weight: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ def _window_arguments(inputs, constants, state, index, layer, out, out_shape) ->
     _check_dense("out", out, out_shape, act)
     parts = _parts(state)
     strides = [0 if part is None else part.stride(0) for part in parts]
-    scalars = [out_shape[0], state.slots, settings.max_seq_len, layer]
+    scalars = [out_shape[0], state.slots, settings.max_seq_len, layer, *settings.rounding_scalars]
     scalars += [tensor.stride(0) for _, tensor, _, _ in inputs] + strides
     return [
         *(tensor for _, tensor, _, _ in inputs),
@@ -90,16 +90,16 @@ def _window_arguments(inputs, constants, state, index, layer, out, out_shape) ->
 
 def _parts(state: LayerState) -> list[torch.Tensor | None]:
     """State parts in the kernel's order. Serial kernels take every part of both modes, None where there is none."""
-    ring = [part.name for part in state.geometry.ring_parts(state.settings)]
-    names = ["checkpoint", "checkpoint_position", *ring]
     if state.settings.is_baseline or state.settings.serial_exact:
-        names.append("snapshots")
-    parts = [state.tensors.get(name) for name in names]
+        ring = [part.name for part in state.geometry.ring_parts(state.settings)]
+        parts = [state.tensors.get(name) for name in ("checkpoint", "checkpoint_position", *ring, "snapshots")]
+    else:
+        parts = state.flat()
     for spec in state_parts(state.geometry, state.settings):
         tensor = state[spec.name]
         if not tensor[0].is_contiguous() or tensor.dtype != torch_dtype(spec.dtype) or tensor.data_ptr() % 16:
             raise ValueError(f"state part {spec.name} must be dense within a slot, aligned and {spec.dtype}")
-        loaded_by_16_bytes = spec.dtype != "int32" and not spec.name.startswith(("ring_dt", "ring_g"))
+        loaded_by_16_bytes = spec.dtype != "int32" and not spec.name.startswith(("ring_dt", "ring_g", "readout_tile"))
         if tensor.stride(0) > 2**31 - 1 or (loaded_by_16_bytes and tensor.stride(0) * tensor.element_size() % 16):
             raise ValueError(
                 f"state part {spec.name}: slots must lie a multiple of 16 bytes apart, below 2^31 elements"

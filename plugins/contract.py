@@ -5,6 +5,71 @@ else. The module needs neither torch nor CUDA, so that a checkpoint can be inspe
 
 A *slot* holds one sequence. Every stateful layer owns a list of *parts*, tensors whose leading dimension is the slot;
 `state_parts` returns them, `runtime` allocates exactly them, and byte counts are sums over them.
+
+State formats
+-------------
+S is the state of one layer and slot, [heads, rows, columns] in fp32; rows and columns are P x N (Mamba2) or dv x dk
+(Gated DeltaNet). A *row tile* is rows / row_tiles neighbouring rows of one head. `plugins.reference.formats` is the
+executable form of what follows; every operation in it is one IEEE fp32 operation rounded to nearest, or exact, so that
+a kernel stores the same bytes for the same S.
+
+*Checkpoint*, what the next flush starts from:
+
+    checkpoint        [heads, rows, columns] in float32, bfloat16, float16 or e4m3
+    checkpoint_scale  float8 only: uint8 [heads, rows], a power of two per row: e = 1 to 254 is 2^(e - 127), 255 is NaN
+
+For float8, with E the largest fp32 exponent field of a row's elements: e = 255 and every element 0x7f if E = 255 (a
+value that is not finite), else e = max(E - 7, 1); an element is e4m3(S 2^(127 - e)), which lies below 256 and is
+therefore never clamped. e4m3 has an exponent of its own over 15 binades, so finer blocks would gain no precision.
+
+`state_rounding` "nearest" rounds ties to even (conversion to float16 and bfloat16 overflows to infinity).
+"stochastic" rounds a magnitude a, the scaled one of float8, up or down with 16 random bits r:
+
+    M = 2^-14 (float16), 2^-6 (float8), 0 (bfloat16): the smallest normal number, where subnormals need one
+    d = 13    (float16), 20   (float8), 16 (bfloat16): bits of an fp32 mantissa that the format drops
+    z = a + M if a < M else a                     one fp32 addition; exact unless a has bits below M 2^-23
+    t = (bits(z) + (r >> 3 | r << 4 | 8 | r)) with its d low bits cleared: r >> 3 for d = 13, r << 4 | 8 for d = 20, r
+        for d = 16, added to the fp32 bit pattern
+    result = float(t) - M if a < M else float(t), with the sign of S; exact in the format, infinite on overflow
+
+A number that the format holds never changes, others go up with the probability of their dropped fraction (exactly for
+13 and 16 bits; float8 resolves 2^-16 of it, centred). Values that are not finite are converted as in "nearest".
+
+r is 16 bits of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011):
+
+    key     (rounding_seed, 0)
+    counter (row G + 4 (column // 32) + column % 16 // 4, head, position, layer),  G = 4 ceil(columns / 32)
+    r = 16 bits of the four output words: i = column // 16 % 2 * 4 + column % 4; word i // 2, low half if i is even
+
+row is the row within the head, position the new c (where the stored state stands), layer the operator's scalar. One
+call serves 8 elements: 4 neighbouring columns of each block of a pair of 16-column blocks, which is also what one word
+of an nvfp4 readout holds.
+
+*Readout*, what outputs are computed from where `readout_dtype` is not "same"; written from the same fp32 S as the
+checkpoint, rounded to nearest, and never read by a flush:
+
+    float8  readout              [heads, rows, columns] e4m3
+            readout_scale        uint8 [heads, rows]: both exactly as a float8 checkpoint rounded to nearest
+    nvfp4   readout              uint8 [heads, rows, columns / 2]: e2m1 codes
+            readout_block_scale  e4m3 [heads, rows, columns / 16]: a scale per 16 neighbouring columns of a row
+            readout_tile_scale   fp32 [heads, row_tiles]: a power of two per row tile
+
+    E of a tile as above; tile scale T = NaN if E = 255, else 2^(e - 127), e = min(max(E - 10, 27), 227)
+    block scale b = e4m3(max((largest magnitude of the block * 2^(127 - e)) * fp32(1/6), 2^-9)), at most 352
+    code = e2m1((S * 2^(127 - e)) * fp32(1 / float(b))): nearest, ties to even, clamped at 6, with the sign bit of S
+    value = e2m1(code) * float(b) * T, exact in fp32; a tile whose T is NaN has codes 0 and b = 2^-9
+
+Codes lie in 32-bit little-endian words of 8. Word j of lane t (t = 0 to 3, J = columns / 32 words a lane) lies at byte
+4 (J t + j) of the row and holds columns 32 j + 4 t + i as code i and 32 j + 16 + 4 t + i as code 4 + i (i = 0 to 3),
+which are what lane t of a quad feeds to two 16-column matrix steps. Bits of code 0 to 7, sign and lowest of the three
+magnitude bits:
+
+    sign       15  31  18   2   0  16   1  17
+    magnitude   9  25  12  28   3  19   6  22
+
+so that `v & M`, `rotate_right(v, 3) & M`, `(v & 0x00390039) * (2^6 + 2^15) & M`, `(v & 0x01c201c2) * (2^3 + 2^14) & M`
+with M = 0x8e008e00 are the pairs of codes (0, 1), (2, 3), (4, 5), (6, 7) as half2, times 2^-14. A blob of a slot
+(`plugins.slot_blob`) has the usual order instead: byte k of a row holds columns 2 k (low nibble) and 2 k + 1.
 """
 
 from __future__ import annotations
@@ -37,10 +102,14 @@ ELEMENT_BITS = {
 """Bits of one element, by torch's dtype name."""
 
 ACTIVATION_DTYPES = ("bfloat16", "float16", "float32", "float64")
-STATE_DTYPES = ("float32", "bfloat16", "float16", "float64")
+STATE_DTYPES = ("float32", "bfloat16", "float16", "float8", "float64")
+ROUNDINGS = ("nearest", "stochastic")
 READOUT_DTYPES = ("same", "float8", "nvfp4")
+U_SOURCES = ("readout", "checkpoint")
 U_FORMATS = ("bfloat16x2", "bfloat16", "exact")
 NVFP4_BLOCK = 16
+NVFP4_WORD_COLUMNS = 32
+"""Columns that one word of each of the four lanes covers; an nvfp4 readout has whole words."""
 
 
 class ErrorBit:
@@ -230,7 +299,11 @@ class ReplaySettings:
     max_window: tokens of the longest decode or verify window (1 + draft length). Longer windows are prefill.
     max_seq_len: tokens of one sequence, the capacity of the attention KV cache.
     state_dtype: format of the checkpoint.
+    state_rounding: how the checkpoint is rounded, "nearest" or "stochastic".
+    rounding_seed: key of the random bits of stochastic rounding, 0 to 2^31 - 1.
     readout_dtype: format of the copy that only outputs read; "same" reads the checkpoint itself.
+    u_source: where a Gated DeltaNet token reads the S k of its u, which enters later updates: the "readout", as the
+        outputs, or the "checkpoint", which then is read for every token too. Mamba2 has no such product.
     activation_dtype: dtype of x, B, k and of the convolution ring.
     u_format: how a GDN token's u is kept in the ring. "bfloat16x2" is a high and a low half (4 bytes an element),
         "bfloat16" the high half alone, "exact" the accumulation dtype (for verification).
@@ -246,6 +319,9 @@ class ReplaySettings:
     activation_dtype: str = "bfloat16"
     u_format: str = "bfloat16x2"
     serial_exact: bool = False
+    state_rounding: str = "nearest"
+    rounding_seed: int = 0
+    u_source: str = "readout"
 
     def __post_init__(self) -> None:
         _require_positive("ReplaySettings", max_window=self.max_window, max_seq_len=self.max_seq_len)
@@ -259,6 +335,8 @@ class ReplaySettings:
             ("readout_dtype", READOUT_DTYPES),
             ("activation_dtype", ACTIVATION_DTYPES),
             ("u_format", U_FORMATS),
+            ("state_rounding", ROUNDINGS),
+            ("u_source", U_SOURCES),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(
@@ -266,13 +344,38 @@ class ReplaySettings:
                 )
         if self.max_seq_len + self.max_window > 2**31 - 1:
             raise ValueError(f"max_seq_len must leave positions within int32, got {self.max_seq_len}")
-        if self.is_baseline and self.readout_dtype != "same":
-            raise ValueError(
+        seed = self.rounding_seed
+        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= MAX_SIZE:
+            raise ValueError(f"rounding_seed must be an integer between 0 and {MAX_SIZE}, got {_short(seed)}")
+        reason = self._contradiction()
+        if reason:
+            raise ValueError(reason)
+
+    def _contradiction(self) -> str:
+        """Why two settings do not go together, and what to choose; empty if all do."""
+        copy = self.readout_dtype != "same"
+        if self.is_baseline and copy:
+            return (
                 "buffer_len 0 rewrites the state for every token, so a readout copy would be rewritten too and "
                 "save nothing: choose readout_dtype 'same' or a buffer_len above 0"
             )
-        if self.serial_exact and self.readout_dtype != "same":
-            raise ValueError("serial_exact reads the checkpoint itself: choose readout_dtype 'same'")
+        if self.serial_exact and copy:
+            return "serial_exact reads the checkpoint itself: choose readout_dtype 'same'"
+        if self.readout_dtype == self.state_dtype:
+            return (
+                f"a {self.readout_dtype} readout of a {self.state_dtype} checkpoint reads as many bytes and costs "
+                "memory: choose readout_dtype 'same' or 'nvfp4', or a wider state_dtype"
+            )
+        if self.state_rounding == "stochastic" and self.state_dtype in ("float32", "float64"):
+            return (
+                f"state_dtype {self.state_dtype} keeps what the flush computes, so there is nothing to round "
+                "stochastically: choose state_rounding 'nearest' or a state_dtype of 16 or 8 bits"
+            )
+        if self.state_rounding == "nearest" and self.rounding_seed:
+            return "rounding_seed changes nothing unless state_rounding is 'stochastic'"
+        if self.u_source == "checkpoint" and not copy:
+            return "without a readout copy everything reads the checkpoint: leave u_source at 'readout'"
+        return ""
 
     @property
     def is_baseline(self) -> bool:
@@ -287,6 +390,11 @@ class ReplaySettings:
     def snapshots(self) -> int:
         """State snapshots that the baseline keeps for one verify window."""
         return self.max_window if self.is_baseline and self.max_window > 1 else 0
+
+    @property
+    def rounding_scalars(self) -> tuple[int, ...]:
+        """int32 scalars that kernels take right behind `layer`: the seed, where the rounding is stochastic."""
+        return (self.rounding_seed,) if self.state_rounding == "stochastic" else ()
 
     @property
     def scalar_dtype(self) -> str:
@@ -316,44 +424,51 @@ def conv_ring_len(geometry: ConvGeometry, max_window: int) -> int:
     return geometry.conv_kernel - 1 + max_window
 
 
+def checkpoint_parts(geometry: RecurrentGeometry, settings: ReplaySettings, copies: int = 0) -> tuple[Part, ...]:
+    """The state S and, for float8, the scales of its rows. copies: of that many snapshots instead of the checkpoint."""
+    name, leading = ("snapshots", (copies,)) if copies else ("checkpoint", ())
+    heads, rows, columns = geometry.state_shape
+    if settings.state_dtype != "float8":
+        return (Part(name, (*leading, heads, rows, columns), settings.state_dtype),)
+    return (
+        Part(name, (*leading, heads, rows, columns), "float8_e4m3fn"),
+        Part(f"{name}_scale", (*leading, heads, rows), "uint8"),
+    )
+
+
 def readout_parts(geometry: RecurrentGeometry, readout_dtype: str) -> tuple[Part, ...]:
     """Parts of the readout copy; nothing for "same"."""
     if readout_dtype == "same":
         return ()
     heads, rows, columns = geometry.state_shape
-    tile_scale = Part("readout_tile_scale", (heads, geometry.row_tiles), "float32")
     if readout_dtype == "float8":
-        return (Part("readout", (heads, rows, columns), "float8_e4m3fn"), tile_scale)
-    if columns % NVFP4_BLOCK:
-        raise ValueError(f"an nvfp4 readout needs state columns in blocks of {NVFP4_BLOCK}, got {columns}")
+        return (Part("readout", (heads, rows, columns), "float8_e4m3fn"), Part("readout_scale", (heads, rows), "uint8"))
+    if columns % NVFP4_WORD_COLUMNS:
+        raise ValueError(f"an nvfp4 readout needs state columns in multiples of {NVFP4_WORD_COLUMNS}, got {columns}")
     return (
         Part("readout", (heads, rows, columns // 2), "uint8"),
         Part("readout_block_scale", (heads, rows, columns // NVFP4_BLOCK), "float8_e4m3fn"),
-        tile_scale,
+        Part("readout_tile_scale", (heads, geometry.row_tiles), "float32"),
     )
 
 
 def state_parts(geometry: Geometry, settings: ReplaySettings) -> tuple[Part, ...]:
-    """All parts that one stateful layer keeps per slot, in the order operators take them."""
+    """All parts that one stateful layer keeps per slot, in the order operators and kernels take them."""
     if isinstance(geometry, ConvGeometry):
         length = conv_ring_len(geometry, settings.max_window)
         return (Part("conv_ring", (length, geometry.conv_dim), settings.activation_dtype),)
     if isinstance(geometry, AttentionGeometry):
         shape = (settings.max_seq_len, geometry.num_kv_heads, geometry.head_dim)
         return tuple(Part(name, shape, settings.activation_dtype) for name in ("k_cache", "v_cache"))
-    checkpoint = Part("checkpoint", geometry.state_shape, settings.state_dtype)
+    checkpoint, *checkpoint_scale = checkpoint_parts(geometry, settings)
     if settings.is_baseline:
-        if not settings.snapshots:
-            return (checkpoint,)
-        return (
-            checkpoint,
-            Part("snapshots", (settings.snapshots, *geometry.state_shape), settings.state_dtype),
-        )
+        copies = settings.snapshots
+        return (checkpoint, *checkpoint_scale, *(checkpoint_parts(geometry, settings, copies) if copies else ()))
     heads = geometry.state_shape[0]
-    position = Part("checkpoint_position", (heads, geometry.row_tiles), "int32")
     return (
         checkpoint,
-        position,
+        Part("checkpoint_position", (heads, geometry.row_tiles), "int32"),
+        *checkpoint_scale,
         *readout_parts(geometry, settings.readout_dtype),
         *geometry.ring_parts(settings),
     )

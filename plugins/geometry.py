@@ -40,22 +40,27 @@ class UnsupportedGeometryError(ValueError):
 
 
 class Architecture(NamedTuple):
-    """What the launch geometry depends on. Bytes of shared memory per multiprocessor and per block."""
+    """What the launch geometry depends on. Bytes of shared memory per multiprocessor and per block.
+
+    multiprocessors, l2_mib: of the largest GPU of the architecture that serves models.
+    """
 
     shared_per_sm: int
     shared_per_block: int
     bulk_copy: bool
+    multiprocessors: int
+    l2_mib: int
 
 
 ARCHITECTURES = {
-    80: Architecture(164 * 1024, 163 * 1024, False),
-    86: Architecture(100 * 1024, 99 * 1024, False),
-    89: Architecture(100 * 1024, 99 * 1024, False),
-    90: Architecture(228 * 1024, 227 * 1024, True),
-    100: Architecture(228 * 1024, 227 * 1024, True),
-    103: Architecture(228 * 1024, 227 * 1024, True),
-    120: Architecture(100 * 1024, 99 * 1024, True),
-    121: Architecture(100 * 1024, 99 * 1024, True),
+    80: Architecture(164 * 1024, 163 * 1024, False, 108, 40),
+    86: Architecture(100 * 1024, 99 * 1024, False, 84, 6),
+    89: Architecture(100 * 1024, 99 * 1024, False, 142, 96),
+    90: Architecture(228 * 1024, 227 * 1024, True, 132, 60),
+    100: Architecture(228 * 1024, 227 * 1024, True, 148, 126),
+    103: Architecture(228 * 1024, 227 * 1024, True, 160, 126),
+    120: Architecture(100 * 1024, 99 * 1024, True, 188, 128),
+    121: Architecture(100 * 1024, 99 * 1024, True, 48, 24),
 }
 
 
@@ -116,10 +121,12 @@ def window_config(
     arch: int,
     embedded: bool = False,
     cta_rows: int | None = None,
+    ahead_rows: int | None = None,
 ) -> KernelConfig:
     """Decode and verify kernel of a layer, or the serial kernel where the settings ask for it.
 
-    embedded: restrict shared memory to what a TensorRT plugin may use. cta_rows: override, for measurements.
+    embedded: restrict shared memory to what a TensorRT plugin may use. cta_rows, ahead_rows: overrides, for
+    measurements.
     """
     heads, rows, columns = geometry.state_shape
     serial = settings.is_baseline or settings.serial_exact
@@ -150,6 +157,9 @@ def window_config(
     min_ctas = max(
         1, min(limits.shared_per_sm // (shared + 1024), REGISTERS_PER_SM // (threads * REGISTERS_WANTED), 16)
     )
+    blocks = heads * (rows // count)
+    if ahead_rows is None:
+        ahead_rows = _ahead_rows(limits, min_ctas, blocks, count * columns * _state_bytes(settings))
     defines = {
         **_geometry_defines(geometry),
         "ROW_TILES": geometry.row_tiles,
@@ -160,6 +170,7 @@ def window_config(
         "ACTIVATION_FORMAT": FORMATS[settings.activation_dtype],
         "BULK_COPY": int(limits.bulk_copy),
         "MIN_CTAS": min_ctas,
+        "AHEAD_ROWS": ahead_rows,
         "SHARED_BYTES": shared,
     }
     if geometry.kind == "gdn":
@@ -167,7 +178,7 @@ def window_config(
         defines["U_EXACT"] = int(settings.u_format == "exact")
     if serial:
         defines["BASELINE"] = int(settings.is_baseline)
-    return KernelConfig(kernel, tuple(sorted(defines.items())), heads * (rows // count), threads, shared)
+    return KernelConfig(kernel, tuple(sorted(defines.items())), blocks, threads, shared)
 
 
 @cache
@@ -240,6 +251,8 @@ def _check(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, row
         reasons.append(f"activations are {settings.activation_dtype}")
     if settings.state_dtype not in FORMATS:
         reasons.append(f"the checkpoint is {settings.state_dtype}")
+    if settings.state_rounding != "nearest":
+        reasons.append(f"the checkpoint is rounded {settings.state_rounding}")
     if settings.readout_dtype != "same":
         reasons.append(f"the readout is {settings.readout_dtype}")
     if geometry.kind == "gdn" and settings.u_format == "exact" and not (settings.is_baseline or settings.serial_exact):
@@ -271,6 +284,13 @@ def _default_cta_rows(kernel: str, candidates: list[int], row_bytes: int) -> int
     if kernel.endswith("serial"):
         return max(candidates, default=8)
     return max((count for count in candidates if count * row_bytes <= 40 * 1024), default=min(candidates, default=8))
+
+
+def _ahead_rows(limits: Architecture, ctas_per_sm: int, blocks_per_row: int, tile_bytes: int) -> int:
+    """Rows of the batch by which a block looks ahead: just beyond the blocks that run at once. 0 where that many tiles
+    would fill more than half of the second-level cache."""
+    ahead = -(-limits.multiprocessors * ctas_per_sm * 5 // (blocks_per_row * 4))
+    return ahead if ahead * blocks_per_row * tile_bytes <= limits.l2_mib << 19 else 0
 
 
 def _geometry_defines(geometry: Mamba2Geometry | GdnGeometry) -> dict[str, int]:

@@ -48,7 +48,7 @@ def decode(codes: torch.Tensor) -> torch.Tensor:
 
 def decode_packed(packed: torch.Tensor) -> torch.Tensor:
     """fp32 [..., 2 n] of packed codes uint8 [..., n]."""
-    return decode(torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2))
+    return decode(unpack_nibbles(packed))
 
 
 def block_scales(blocks: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
@@ -98,3 +98,45 @@ def round_to_fp8(x: torch.Tensor, input_scale: torch.Tensor) -> torch.Tensor:
     """x as an FP8 product reads it: e4m3 in units of `input_scale`, saturating."""
     scaled = (x.float() / input_scale).clamp(-E4M3_MAX, E4M3_MAX)
     return (scaled.to(torch.float8_e4m3fn).float() * input_scale).to(x.dtype)
+
+
+SIGN_BITS = (15, 31, 18, 2, 0, 16, 1, 17)
+MAGNITUDE_BITS = (9, 25, 12, 28, 3, 19, 6, 22)
+"""Where code 0 to 7 of a word of a state's readout has its sign and the lowest bit of its magnitude (contract)."""
+
+_LANES = 4
+
+
+def pack_words(codes: torch.Tensor) -> torch.Tensor:
+    """Codes uint8 [..., columns] of state rows in the kernels' order: uint8 [..., columns / 2]; columns in 32s."""
+    words = codes.unflatten(-1, (-1, 2, _LANES, 4)).movedim(-2, -4).flatten(-2).to(torch.int64)
+    packed = torch.zeros(words.shape[:-1], dtype=torch.int64, device=codes.device)
+    for index, (sign, magnitude) in enumerate(zip(SIGN_BITS, MAGNITUDE_BITS, strict=True)):
+        code = words[..., index]
+        packed |= ((code & 7) << magnitude) | ((code >> 3) << sign)
+    octets = torch.stack([(packed >> shift) & 255 for shift in (0, 8, 16, 24)], dim=-1)
+    return octets.flatten(-3).to(torch.uint8)
+
+
+def unpack_words(packed: torch.Tensor) -> torch.Tensor:
+    """Inverse of `pack_words`: codes uint8 [..., columns]."""
+    octets = packed.unflatten(-1, (_LANES, -1, 4)).to(torch.int64)
+    words = sum(octets[..., index] << (8 * index) for index in range(4))
+    codes = torch.stack(
+        [
+            ((words >> magnitude) & 7) | (((words >> sign) & 1) << 3)
+            for sign, magnitude in zip(SIGN_BITS, MAGNITUDE_BITS, strict=True)
+        ],
+        dim=-1,
+    )
+    return codes.unflatten(-1, (2, 4)).movedim(-4, -2).flatten(-4).to(torch.uint8)
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Codes uint8 [..., n] two to a byte, the even one in the low nibble: uint8 [..., n / 2]."""
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Inverse of `pack_nibbles`."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)

@@ -1,16 +1,17 @@
 """One sequence's state as bytes: for preemption, prefix reuse and moving a sequence to another pool (design rule 9).
 
-A blob is a safetensors file of version 2. Its metadata has one key, "replayssm", whose value is a JSON object
+A blob is a safetensors file of version 3. Its metadata has one key, "replayssm", whose value is a JSON object
 
-    version       2
+    version       3
     sha256        of the whole blob with the 64 digits of this field as zeros; checked before anything else is believed
     seq_len       committed tokens
     layers        state name -> {"geometry", "settings", "checkpoint_position" (recurrent layers that keep one)}
 
 and its tensors, named "<state name>/<part>", are
 
-    checkpoint    as stored, only where checkpoint_position (for the baseline: seq_len) is above 0
-    readout*      likewise, where the settings have a readout copy
+    checkpoint*   as stored, only where checkpoint_position (for the baseline: seq_len) is above 0
+    readout*      likewise, where the settings have a readout copy; nvfp4 codes in the usual order instead of the
+                  kernels': byte k of a row holds columns 2 k (low nibble) and 2 k + 1
     ring_*        the live rows, positions checkpoint_position .. seq_len - 1 in order, [n, ...]
     conv_ring     the inputs at positions max(0, seq_len - conv_kernel + 1) .. seq_len - 1, [n, channels]
     k_cache, v_cache    positions 0 .. seq_len - 1, [n, heads, head_dim]
@@ -34,10 +35,11 @@ import torch
 from safetensors.torch import load, save
 
 from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, geometry_to_json
+from replayssm.plugins.nvfp4 import pack_nibbles, pack_words, unpack_nibbles, unpack_words
 from replayssm.plugins.state import LayerState, set_checkpoint_position
 
 METADATA_KEY = "replayssm"
-VERSION = 2
+VERSION = 3
 
 _NO_DIGEST = b"0" * 64
 # The field as it stands in the safetensors header, which holds the JSON text as an escaped string.
@@ -58,6 +60,8 @@ def save_slot(states: Mapping[str, LayerState], slot: int, seq_len: int) -> byte
         for part, (index, _) in _live_rows(name, state, seq_len, position).items():
             stored = state[part][slot]
             live = stored if index is None else stored[index.to(stored.device)]
+            if _is_words(state, part):
+                live = pack_nibbles(unpack_words(live))
             tensors[f"{name}/{part}"] = live.cpu().contiguous()
     metadata = {"version": VERSION, "sha256": _NO_DIGEST.decode(), "seq_len": seq_len, "layers": layers}
     blob = save(tensors, {METADATA_KEY: json.dumps(metadata, sort_keys=True)})
@@ -85,6 +89,8 @@ def load_slot(blob: bytes, states: Mapping[str, LayerState], slot: int) -> int:
             values, target = tensors.pop(f"{name}/{part}", None), state[part]
             if values is None or tuple(values.shape) != shape or values.dtype != target.dtype:
                 raise ValueError(f"damaged blob: {name}/{part} must be {list(shape)} of {target.dtype}")
+            if _is_words(state, part):
+                values = pack_words(unpack_nibbles(values))
             writes.append((target[slot], index, values))
     if tensors:
         raise ValueError(f"damaged blob: unknown tensors {sorted(tensors)}")
@@ -110,6 +116,11 @@ def stagger_tail(prompt_token_ids: Sequence[int], max_window: int) -> int:
     text = ",".join(str(int(token)) for token in prompt_token_ids)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     return 1 + digest % min(max_window, len(prompt_token_ids))
+
+
+def _is_words(state: LayerState, part: str) -> bool:
+    """Whether a part holds nvfp4 codes in the kernels' order."""
+    return part == "readout" and state.settings.readout_dtype == "nvfp4"
 
 
 def _require_slot(name: str, state: LayerState, slot: int) -> None:

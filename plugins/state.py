@@ -164,4 +164,6 @@ def commit(state: LayerState, slots: torch.Tensor | Sequence[int], accepted: tor
         )
     kept = count > 0
     index, count = index[kept], count[kept]
-    state["checkpoint"][index] = snapshots[index, count - 1]
+    for part in ("checkpoint", "checkpoint_scale"):
+        if part in state.tensors:
+            state[part][index] = state[part.replace("checkpoint", "snapshots")][index, count - 1]

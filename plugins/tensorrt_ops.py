@@ -4,17 +4,23 @@ A plan that was built with them needs neither Python nor a plugin library: it ho
 `plugins.launch` runs. One kernel per operator serves decode, verify and prefill rows alike, so one plan serves all
 phases and its weights exist once.
 
-State parts and the error flag are network inputs with an aliased output each, both bound to one address. TensorRT
-allows one alias per tensor, so every stateful node has an error flag of its own and no two nodes share a state. A
-builder times plugins on arbitrary contents; rows that are invalid touch no state (design rule 8).
+State parts and the error flag are network inputs with an output each, both bound to one address; the outputs are
+declared as aliases, or, with alias "bound", TensorRT is not told. It allows one alias per tensor, so every stateful
+node has an error flag tensor of its own and no two nodes share a state. A builder times plugins on arbitrary contents;
+rows that are invalid touch no state (design rule 8).
+
+Attention is a plugin too: the native KV-cache update writes cache row i for batch row i, which would tie a sequence to
+its place in the batch, while a row here names its slot.
 
 Names carry a hash of the kernel's source: TensorRT's timing cache knows a plugin by name and shapes only, and a stale
-one must not meet another kernel. TensorRT is imported when plugins are registered, not before.
+one must not meet another kernel. What builders and runtime must agree on about plans is here too; neither imports
+TensorRT before it is asked to.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
 import json
 import struct
@@ -35,6 +41,27 @@ from replayssm.plugins.contract import (
 from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError
 from replayssm.plugins.nvrtc import compile_kernel, kernel_source
 
+MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
+OLDEST_VERSIONS = {"tensorrt": (10, 13), "tensorrt-rtx": (1, 5)}
+DATA_TYPES = {
+    "float32": "FLOAT",
+    "float16": "HALF",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "FP8",
+    "fp4": "FP4",
+    "int8": "INT8",
+    "int32": "INT32",
+    "int64": "INT64",
+    "bool": "BOOL",
+}
+"""TensorRT's names of torch's dtypes, and of "fp4": two e2m1 elements a byte, the even one in the low nibble."""
+
+PLANS_FILE = "plans.json"
+PLANS_VERSION = 2
+"""Of PLANS_FILE: compiler, alias mode, profiles, and each network's plan with its aliases or its list of steps."""
+
+ALIASES = ("declared", "bound")
+OUTPUT_SUFFIX = ".out"
 NAMESPACE = "replayssm"
 ERROR_FLAG = "error_flag"
 ROWS = ("seq_lens", "window_starts", "window_lens", "state_batch_indices")
@@ -76,7 +103,7 @@ class PluginSpec:
     """What a plugin's kernel is compiled for: the one attribute of every plugin, as JSON.
 
     arch: compute capability (major * 10 + minor) of the GPU that the plan is for. slots: of every state tensor.
-    layer: the launch scalar of recurrent layers. query_heads, scale: of attention.
+    layer: the launch scalar of recurrent layers. query_heads, scale: of attention. alias: one of ALIASES.
     """
 
     geometry: Geometry
@@ -86,6 +113,7 @@ class PluginSpec:
     layer: int = 0
     query_heads: int = 0
     scale: float = 0.0
+    alias: str = "declared"
 
     def to_json(self) -> str:
         fields = {**vars(self), "geometry": geometry_to_json(self.geometry), "settings": vars(self.settings)}
@@ -101,6 +129,35 @@ class PluginSpec:
     def operator(self) -> str:
         names = {"conv": "causal_conv1d_window"}
         return names.get(self.geometry.kind, f"{self.geometry.kind}_window")
+
+
+def load_module(target: str) -> ModuleType:
+    """The Python module behind a target; ValueError with the command that installs it where it is missing or old."""
+    install = f"pip install '.[{target}]' in the project's folder"
+    for name in MODULES[target]:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        version, oldest = version_of(module), OLDEST_VERSIONS[target]
+        if version < oldest:
+            raise ValueError(
+                f"the {target} target needs {name} {'.'.join(map(str, oldest))} or later, found {module.__version__}: "
+                f"{install}"
+            )
+        return module
+    raise ValueError(f"the {target} target needs the package {target}, which is not installed: {install}")
+
+
+def version_of(module: ModuleType) -> tuple[int, int]:
+    major, minor = module.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def state_tensors(name: str, geometry: Geometry, settings: ReplaySettings, slots: int) -> dict[str, tuple[str, tuple]]:
+    """dtype and shape of a plan's inputs for the state `name`; each has an output of its name and OUTPUT_SUFFIX."""
+    parts = {f"{name}.{part.name}": (part.dtype, (slots, *part.shape)) for part in state_parts(geometry, settings)}
+    return {**parts, f"{name}.{ERROR_FLAG}": ("int32", (1,))}
 
 
 def plugin_name(operator: str) -> str:
@@ -148,13 +205,13 @@ def scalars(spec: PluginSpec, tokens: Any, rows: Any) -> list[Any]:
     """
     g, settings = spec.geometry, spec.settings
     strides = [prod(part.shape) for part in state_parts(g, settings)]
-    first = [tokens, spec.slots, settings.max_seq_len]
+    first, layer = [tokens, spec.slots, settings.max_seq_len], [spec.layer, *settings.rounding_scalars]
     if spec.operator == "mamba2_window":
         groups = g.ngroups * g.dstate
-        return [*first, spec.layer, g.nheads * g.headdim, g.nheads, groups, groups, *strides]
+        return [*first, *layer, g.nheads * g.headdim, g.nheads, groups, groups, *strides]
     if spec.operator == "gdn_window":
         keys, values = g.num_k_heads * g.head_k_dim, g.num_v_heads * g.head_v_dim
-        return [*first, spec.layer, keys, keys, values, g.num_v_heads, g.num_v_heads, *strides]
+        return [*first, *layer, keys, keys, values, g.num_v_heads, g.num_v_heads, *strides]
     if spec.operator == "causal_conv1d_window":
         return [*first, g.conv_dim, *strides]
     keys = g.num_kv_heads * g.head_dim
@@ -197,8 +254,9 @@ def _register(trtp: ModuleType, operator: str, plugin_id: str) -> None:
     results = tuple[(trtp.TensorDesc,) * outputs]
 
     def describe(*arguments, spec):
-        aliased = (desc.aliased() for desc in arguments[first_part : first_part + outputs - 1])
-        return (arguments[like].like(), *aliased)
+        declared = PluginSpec.from_json(spec).alias == "declared"
+        state = arguments[first_part : first_part + outputs - 1]
+        return (arguments[like].like(), *(desc.aliased() if declared else desc.like() for desc in state))
 
     def autotune(*arguments):
         types = tensor_types(PluginSpec.from_json(arguments[len(tensors)]))

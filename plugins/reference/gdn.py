@@ -20,7 +20,6 @@ from replayssm.plugins.reference.layout import (
     Spans,
     decays,
     require,
-    require_supported,
     sigmoid,
     softplus,
 )
@@ -54,7 +53,7 @@ def gdn_window(
         a, b: [T, Hv] raw gates. A_log, dt_bias: [Hv].
         state: LayerState of a GdnGeometry; its settings select replay, baseline or serial-exact.
         seq_lens, window_starts, window_lens, state_batch_indices: integer [rows], see `rows.interpret_rows`.
-        layer: number of the layer, which keys random bits where rounding is stochastic; not used yet.
+        layer: number of the layer, which keys random bits where rounding is stochastic.
 
     Returns:
         o [T, Hv, dv] in v's dtype; zeros for tokens of padding and invalid rows and for tokens without a row.
@@ -64,7 +63,6 @@ def gdn_window(
     """
     geometry, settings = state.geometry, state.settings
     tokens, act = v.shape[0], torch_dtype(settings.activation_dtype)
-    require_supported("gdn_window", settings.readout_dtype)
     for name, tensor in (("q", q), ("k", k)):
         require(name, tensor, (tokens, geometry.num_k_heads, geometry.head_k_dim), act)
     require("v", v, (tokens, geometry.num_v_heads, geometry.head_v_dim), act)
@@ -76,6 +74,7 @@ def gdn_window(
     acc = torch_dtype(settings.scalar_dtype)
     call = _GdnCall(
         state=state,
+        layer=layer,
         out=torch.zeros(v.shape, dtype=acc),
         q=l2_normalize(q, acc).to(acc) * geometry.head_k_dim**-0.5,
         k=l2_normalize(k, acc),
@@ -143,9 +142,10 @@ class _GdnCall(RecurrentCall):
         for row, begin, start in zip(rows, live.starts, windows.starts, strict=True):
             window, own = slice(start, start + row.length), slice(row.start, row.start + row.length)
             now, end = begin + row.history, begin + row.history + row.length
-            S, decay = self.read_checkpoint(row), decays(g[begin:end], row.length)
+            S, decay = self.read_readout(row), decays(g[begin:end], row.length)
+            S_k = self.read_checkpoint(row) if self.state.settings.u_source == "checkpoint" else S
             self.out[own], self.new_u[own] = window_output(
-                S, decay, q[window], k[begin:end], u[begin:now], v[window], beta[window]
+                S, decay, q[window], k[begin:end], u[begin:now], v[window], beta[window], S_k
             )
 
     def chunk(self, S: torch.Tensor | None, tokens: slice) -> torch.Tensor:
@@ -172,11 +172,13 @@ def window_output(
     u: torch.Tensor,
     v: torch.Tensor,
     beta: torch.Tensor,
+    S_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, u) of a window, both [w, Hv, dv].
 
-    S [Hv, dv, dk] or None for zero; decay [Hv, w, 1 + m] of `layout.decays`; q [w, Hk, dk]; k [m, Hk, dk] of history
-    and window; u [n, Hv, dv] of the history; v [w, Hv, dv]; beta [w, Hv].
+    S [Hv, dv, dk] or None for zero; S_k the state that the window's k reads, S if it is not given; decay
+    [Hv, w, 1 + m] of `layout.decays`; q [w, Hk, dk]; k [m, Hk, dk] of history and window; u [n, Hv, dv] of the history;
+    v [w, Hv, dv]; beta [w, Hv].
     """
     window, history, k_heads = q.shape[0], u.shape[0], k.shape[1]
     # Entries 0..w-1 of every product belong to the window's k (what S forgets), w..2w-1 to its q (what it outputs).
@@ -185,7 +187,10 @@ def window_output(
     weights = (weights * decay[:, None, :, 1:].unflatten(0, (k_heads, -1))).flatten(0, 1)
     read = torch.bmm(weights[..., :history].flatten(1, 2), u.transpose(0, 1)).unflatten(1, (2, window))
     if S is not None:
-        at_probes = apply_state(S, probes.transpose(1, 2)).transpose(1, 2).unflatten(1, (2, window))
+        vectors = probes.transpose(1, 2)
+        at_probes = apply_state(S, vectors).transpose(1, 2).unflatten(1, (2, window))
+        if S_k is not None and S_k is not S:
+            at_probes[:, 0] = apply_state(S_k, vectors).transpose(1, 2)[:, :window]
         read += at_probes * decay[:, None, :, :1]
     beta = beta.t()[..., None]
     new_u = beta * (v.transpose(0, 1) - read[:, 0])

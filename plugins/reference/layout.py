@@ -112,12 +112,3 @@ def require(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torc
     if tuple(tensor.shape) != shape or (dtype is not None and tensor.dtype != dtype):
         expected = f"{list(shape)}" + (f" of {dtype}" if dtype is not None else "")
         raise ValueError(f"{name} must be {expected}, got {list(tensor.shape)} of {tensor.dtype}")
-
-
-def require_supported(owner: str, readout_dtype: str) -> None:
-    """Raise ValueError for a readout copy, which the references do not implement."""
-    if readout_dtype != "same":
-        raise ValueError(
-            f"{owner}: readout_dtype {readout_dtype!r} is not implemented by the PyTorch operators yet; "
-            "use readout_dtype 'same'"
-        )

@@ -18,7 +18,6 @@ from replayssm.plugins.reference.layout import (
     Spans,
     decays,
     require,
-    require_supported,
     softplus,
 )
 from replayssm.plugins.reference.recurrent import RecurrentCall, add_outer, apply_state, step_outer
@@ -49,7 +48,7 @@ def mamba2_window(
         A_log, D, dt_bias: [H].
         state: LayerState of a Mamba2Geometry; its settings select replay, baseline or serial-exact.
         seq_lens, window_starts, window_lens, state_batch_indices: integer [rows], see `rows.interpret_rows`.
-        layer: number of the layer, which keys random bits where rounding is stochastic; not used yet.
+        layer: number of the layer, which keys random bits where rounding is stochastic.
 
     Returns:
         y [T, H, P] in x's dtype; zeros for tokens of padding and invalid rows and for tokens without a row.
@@ -60,7 +59,6 @@ def mamba2_window(
     geometry, settings = state.geometry, state.settings
     heads, headdim, dstate = geometry.state_shape
     tokens, groups, act = x.shape[0], geometry.ngroups, torch_dtype(settings.activation_dtype)
-    require_supported("mamba2_window", settings.readout_dtype)
     require("x", x, (tokens, heads, headdim), act)
     require("dt", dt, (tokens, heads))
     require("B", B, (tokens, groups, dstate), act)
@@ -71,6 +69,7 @@ def mamba2_window(
     acc = torch_dtype(settings.scalar_dtype)
     call = _Mamba2Call(
         state=state,
+        layer=layer,
         out=torch.zeros(x.shape, dtype=acc),
         x=x,
         # Scalars of a head and token are cheap: fp64, rounded once.
@@ -114,7 +113,7 @@ class _Mamba2Call(RecurrentCall):
         for row, begin, window in zip(rows, live.starts, windows.starts, strict=True):
             own = slice(begin, begin + row.history + row.length)
             y = window_output(
-                self.read_checkpoint(row),
+                self.read_readout(row),
                 decays(log_decay[own], row.length),
                 xdt[own],
                 B[own],

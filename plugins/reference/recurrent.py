@@ -4,6 +4,9 @@ Three modes share it. *Replay* computes a window from the checkpoint and the rin
 slots but rebuilds the state token by token, rounding it to the checkpoint format after each. *Baseline* does that too,
 but stores the state after every token instead of the tokens, so that both give bit-equal outputs. The output of a token
 reads the state before it is rounded, as plain kernels do, which hold it in registers.
+
+A state that is stored at position c is rounded with the random bits of (layer, c), whichever row, window or mode stores
+it. A flush starts from the checkpoint, never from the readout; outputs read the readout, if there is one.
 """
 
 from __future__ import annotations
@@ -14,6 +17,14 @@ from dataclasses import dataclass
 
 import torch
 
+from replayssm.plugins.reference.formats import (
+    RandomKey,
+    decode_checkpoint,
+    encode_checkpoint,
+    load_checkpoint,
+    load_readout,
+    store_state,
+)
 from replayssm.plugins.reference.layout import Spans, aligned, decays, tokens_per_boundary
 from replayssm.plugins.reference.rows import Row
 from replayssm.plugins.state import LayerState
@@ -24,13 +35,14 @@ PREFILL_CHUNK = 64
 
 @dataclass
 class RecurrentCall(ABC):
-    """One call: `state`, `out` [T, heads, rows of S], which starts as zeros in the accumulation dtype and is filled in,
-    and the packed inputs that a subclass adds.
+    """One call: `state`, `layer`, `out` [T, heads, rows of S], which starts as zeros in the accumulation dtype and is
+    filled in, and the packed inputs that a subclass adds.
 
     State tensors S are [heads, rows, columns] in the accumulation dtype, None for zero.
     """
 
     state: LayerState
+    layer: int
     out: torch.Tensor
 
     @property
@@ -95,7 +107,7 @@ class RecurrentCall(ABC):
         after, updates = [], {}
         for row in rows:
             if row.flush:
-                self.checkpoint(row).copy_(self.state_at_window(row))
+                self.store(row.slot, self.state_at_window(row), row.seq_len)
                 row = row._replace(checkpoint_position=row.seq_len, flush=False)
             if row.checkpoint_position == row.seq_len:
                 updates[row.slot] = row.seq_len
@@ -105,11 +117,11 @@ class RecurrentCall(ABC):
 
     def prefill(self, row: Row) -> None:
         """Rule 5: fold history and window into the checkpoint, append nothing."""
-        S = self.state_at_window(row)
+        S = self.rounded_at_window(row)
         end = row.start + row.length
         for start in range(row.start, end, PREFILL_CHUNK):
             S = self.chunk(S, slice(start, min(start + PREFILL_CHUNK, end)))
-        self.checkpoint(row).copy_(S)
+        self.store(row.slot, S, row.end)
         self.store_positions({row.slot: row.end})
 
     def append(self, windows: Spans, parts: dict[str, torch.Tensor]) -> None:
@@ -119,17 +131,27 @@ class RecurrentCall(ABC):
 
     def serial(self, row: Row) -> None:
         """Window of the baseline or of serial-exact mode, token by token."""
-        S = self.state_at_window(row)
+        settings = self.state.settings
+        S = self.rounded_at_window(row)
         if S is None:
             S = self.out.new_zeros(self.state.geometry.state_shape)
         for index in range(row.length):
-            S = self.rounded(self.step(S, row.start + index))
-            if self.state.settings.is_baseline:
-                kept = self.checkpoint(row) if row.length == 1 else self.state["snapshots"][row.slot, index]
-                kept.copy_(S)
+            parts = self.encoded(self.step(S, row.start + index), row.seq_len + index + 1)
+            S = decode_checkpoint(parts, self.acc)
+            if settings.is_baseline:
+                for name, values in parts.items():
+                    if row.length == 1:
+                        self.state[name][row.slot] = values
+                    else:
+                        self.state[name.replace("checkpoint", "snapshots")][row.slot, index] = values
+
+    def rounded_at_window(self, row: Row) -> torch.Tensor | None:
+        """S at seq_len as the next token sees it: serial-exact mode has rounded it, replay keeps the history exact."""
+        S = self.state_at_window(row)
+        return self.rounded(S, row.seq_len) if self.state.settings.serial_exact and row.history else S
 
     def state_at_window(self, row: Row) -> torch.Tensor | None:
-        """S at seq_len: what a flush stores, once rounded, and what a prefill starts from."""
+        """S at seq_len before it is rounded: what a flush stores."""
         S = self.read_checkpoint(row)
         if not row.history:
             return S
@@ -139,19 +161,30 @@ class RecurrentCall(ABC):
         if S is None:
             S = self.out.new_zeros(self.state.geometry.state_shape)
         for index in range(row.history):
-            S = self.rounded(step_outer(S, torch.exp(log_decay[index]), values[index], keys[index]))
+            if index:
+                S = self.rounded(S, row.checkpoint_position + index)
+            S = step_outer(S, torch.exp(log_decay[index]), values[index], keys[index])
         return S
-
-    def checkpoint(self, row: Row) -> torch.Tensor:
-        return self.state["checkpoint"][row.slot]
 
     def read_checkpoint(self, row: Row) -> torch.Tensor | None:
         """S_c in the accumulation dtype, None for zero: a slot at c == 0 may hold anything."""
-        return aligned(self.checkpoint(row).to(self.acc)) if row.checkpoint_position else None
+        return aligned(load_checkpoint(self.state, row.slot, self.acc)) if row.checkpoint_position else None
 
-    def rounded(self, S: torch.Tensor) -> torch.Tensor:
+    def read_readout(self, row: Row) -> torch.Tensor | None:
+        """S_c as outputs read it, like `read_checkpoint`."""
+        return aligned(load_readout(self.state, row.slot, self.acc)) if row.checkpoint_position else None
+
+    def store(self, slot: int, S: torch.Tensor, position: int) -> None:
+        """Checkpoint and readout of S, which stands at `position`."""
+        store_state(self.state, slot, S, RandomKey(self.layer, position))
+
+    def encoded(self, S: torch.Tensor, position: int) -> dict[str, torch.Tensor]:
+        """Checkpoint parts of S at `position`."""
+        return encode_checkpoint(S, self.state.settings, RandomKey(self.layer, position))
+
+    def rounded(self, S: torch.Tensor, position: int) -> torch.Tensor:
         """S as the checkpoint format holds it, in the accumulation dtype."""
-        return S.to(self.state["checkpoint"].dtype).to(self.acc)
+        return decode_checkpoint(self.encoded(S, position), self.acc)
 
     def store_positions(self, updates: dict[int, int]) -> None:
         """Write c of some slots into every tile; the baseline keeps none."""

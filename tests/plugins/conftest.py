@@ -106,7 +106,7 @@ class Operator:
         state = allocate_state(self.geometry, self.settings, slots)
         if poison:
             for tensor in state.tensors.values():
-                tensor.fill_(torch.nan if tensor.is_floating_point() else 12345)
+                tensor.fill_(torch.nan if tensor.is_floating_point() else 255 if tensor.dtype == torch.uint8 else 12345)
         return state
 
     def place(self, state: LayerState, slot: int, position: int) -> torch.Tensor | None:

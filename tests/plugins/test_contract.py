@@ -123,7 +123,7 @@ def test_readout_parts():
     assert parts["readout_tile_scale"].nbytes == 96 * 2 * 4
     assert {p.name: p.nbytes for p in readout_parts(NANO4B, "float8")} == {
         "readout": elements,
-        "readout_tile_scale": 96 * 2 * 4,
+        "readout_scale": 96 * 80,
     }
     assert readout_parts(NANO4B, "same") == ()
     names = [part.name for part in state_parts(NANO4B, ReplaySettings(readout_dtype="nvfp4"))]
@@ -161,12 +161,20 @@ def test_u_planes(u_format, activation_dtype, planes):
         ({"max_window": 0}, "max_window must be an integer between 1 and 2147483647, got 0"),
         ({"max_seq_len": "9"}, "max_seq_len"),
         ({"max_seq_len": 2**31}, "between 1 and 2147483647"),
-        ({"state_dtype": "float8"}, "state_dtype must be one of float32, bfloat16"),
+        ({"state_dtype": "float4"}, "state_dtype must be one of float32, bfloat16"),
         ({"readout_dtype": "int4"}, "readout_dtype"),
         ({"activation_dtype": "bf16"}, "activation_dtype"),
         ({"u_format": "fp8"}, "u_format"),
         ({"buffer_len": 0, "readout_dtype": "nvfp4"}, "choose readout_dtype 'same' or a buffer_len above 0"),
         ({"serial_exact": True, "readout_dtype": "float8"}, "serial_exact reads the checkpoint itself"),
+        ({"state_dtype": "float8", "readout_dtype": "float8"}, "reads as many bytes and costs memory"),
+        ({"state_rounding": "down"}, "state_rounding must be one of nearest, stochastic"),
+        ({"state_rounding": "stochastic"}, "float32 keeps what the flush computes"),
+        ({"state_rounding": "stochastic", "state_dtype": "float64"}, "nothing to round stochastically"),
+        ({"rounding_seed": 1}, "rounding_seed changes nothing unless state_rounding is 'stochastic'"),
+        ({"rounding_seed": -1}, "rounding_seed must be an integer between 0 and 2147483647, got -1"),
+        ({"u_source": "ring"}, "u_source must be one of readout, checkpoint"),
+        ({"u_source": "checkpoint"}, "without a readout copy everything reads the checkpoint"),
     ],
 )
 def test_settings_refuse(fields, message):
@@ -185,7 +193,7 @@ def test_settings_refuse(fields, message):
         (lambda: GdnGeometry(4, 6, 8, 8), r"num_v_heads \(6\) must be a multiple of num_k_heads \(4\)"),
         (lambda: ConvGeometry(8, True), "conv_kernel"),
         (lambda: AttentionGeometry(2, 1.0), "head_dim"),
-        (lambda: readout_parts(Mamba2Geometry(1, 4, 24, 1), "nvfp4"), "blocks of 16, got 24"),
+        (lambda: readout_parts(Mamba2Geometry(1, 4, 48, 1), "nvfp4"), "multiples of 32, got 48"),
         (lambda: geometry_from_json({"kind": "rwkv", "nheads": 1}), "unknown geometry kind 'rwkv'"),
     ],
 )

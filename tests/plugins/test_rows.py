@@ -285,10 +285,3 @@ def test_wrong_arguments_get_one_clear_error(make_operator, name):
         operator.run(state, [tensor[..., :-1] for tensor in inputs], [0], [0], [3], [0])
     with pytest.raises(ValueError, match="equally long"):
         operator.run(state, inputs, [0, 0], [0], [3], [0])
-
-
-@pytest.mark.parametrize("name", ["mamba2_tiles", "gdn_tiles"])
-def test_readout_copies_are_refused(make_operator, name):
-    operator = make_operator(name, buffer_len=4, activation_dtype="bfloat16", readout_dtype="nvfp4")
-    with pytest.raises(ValueError, match="readout_dtype 'nvfp4' is not implemented"):
-        operator.window(operator.pool(1, poison=False), operator.inputs(1), 0, 0)

@@ -23,7 +23,7 @@ from replayssm.plugins.state import (
     torch_dtype,
 )
 
-GEOMETRIES = [Mamba2Geometry(3, 4, 16, 1), GdnGeometry(1, 3, 16, 4), ConvGeometry(9, 4), AttentionGeometry(2, 8)]
+GEOMETRIES = [Mamba2Geometry(3, 4, 32, 1), GdnGeometry(1, 3, 32, 4), ConvGeometry(9, 4), AttentionGeometry(2, 8)]
 SETTINGS = ReplaySettings(buffer_len=4, max_window=2, max_seq_len=10, readout_dtype="nvfp4")
 
 
