@@ -35,6 +35,7 @@ class Layer:
         batch: int,
         window: int,
         cta_rows: int | None = None,
+        ahead_rows: int | None = None,
     ) -> None:
         self.geometry, self.settings, self.batch, self.window = geometry, settings, batch, window
         state_bytes = allocate_state(geometry, settings, 1)["checkpoint"].nbytes * batch
@@ -62,7 +63,7 @@ class Layer:
         self.constants = [constant.cuda() for constant in constants]
         self.out = torch.empty(tokens, *g.state_shape[:2], device="cuda", dtype=act)
         arch = launch.device_arch(torch.device("cuda", 0))
-        self.config = geo.window_config(geometry, settings, arch, cta_rows=cta_rows)
+        self.config = geo.window_config(geometry, settings, arch, cta_rows=cta_rows, ahead_rows=ahead_rows)
         self.starts = torch.arange(batch, device="cuda", dtype=torch.int32) * window
         self.lens = torch.full((batch,), window, device="cuda", dtype=torch.int32)
         self.slots = [(torch.arange(batch, device="cuda") + i * batch).to(torch.int32) for i in range(self.sets)]

@@ -75,13 +75,15 @@ gdn_window(
     const int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
     const int start = window_starts[blockIdx.y], window_length = window_lens[blockIdx.y];
     const float log_A = A_log[block.head], bias = dt_bias[block.head];
+    const LaterRow later = look_ahead(seq_lens, state_batch_indices, num_slots);
     const bool has_slot = slot >= 0 && slot < num_slots;
-    int tile_position = 0;
+    int tile_position = 0, later_position = 0;
     if (has_slot) {
         tile_position = position_in[(long long)slot * position_stride + tile_index];
         tile_copy_start(shared.tile, checkpoint_in + (long long)slot * checkpoint_stride + state_offset,
                         &shared.barrier);
     }
+    if (later.exists) later_position = position_in[(long long)later.slot * position_stride + tile_index];
     // The window's own inputs travel while the checkpoint position does; a row that turns out invalid ignores them.
     const bool readable = start >= 0 && window_length >= 0 && (long long)start + window_length <= num_tokens;
     const int copied = readable && window_length <= MAX_WINDOW ? window_length : 0;
@@ -158,6 +160,19 @@ gdn_window(
                       slot_ring_u + (entry + offset), valid);
     });
     copy_async_commit();
+    if (later.exists)
+        prefetch_ring(later, later_position, [&](int entry) {
+#pragma unroll
+            for (int plane = 0; plane < U_PLANES; plane++)
+                prefetch(ring_u_in + ((long long)later.slot * ring_u_stride +
+                                      (entry * (HEADS * U_PLANES) + plane) * ROWS + u_column),
+                         CTA_ROWS * sizeof(u16));
+            if (block.first_of_group)
+                prefetch(ring_k_in + ((long long)later.slot * ring_k_stride + entry * (GROUPS * COLUMNS) + k_column),
+                         COLUMNS * sizeof(activation_t));
+            if (block.first_of_head && block.head % 8 == 0)
+                prefetch_sector(ring_g_in + ((long long)later.slot * ring_g_stride + entry * HEADS + block.head));
+        });
     copy_async_wait_but_last();
     sync_threads();
     for (int n = warp; n < QUERIES; n += WARPS)

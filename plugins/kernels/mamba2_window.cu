@@ -55,13 +55,15 @@ mamba2_window(
     const int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
     const int start = window_starts[blockIdx.y], window_length = window_lens[blockIdx.y];
     const float log_A = A_log[block.head], D_head = D[block.head], bias = dt_bias[block.head];
+    const LaterRow later = look_ahead(seq_lens, state_batch_indices, num_slots);
     const bool has_slot = slot >= 0 && slot < num_slots;
-    int tile_position = 0;
+    int tile_position = 0, later_position = 0;
     if (has_slot) {
         tile_position = position_in[(long long)slot * position_stride + tile_index];
         tile_copy_start(shared.tile, checkpoint_in + (long long)slot * checkpoint_stride + state_offset,
                         &shared.barrier);
     }
+    if (later.exists) later_position = position_in[(long long)later.slot * position_stride + tile_index];
     const Row row = make_row(slot, seq_len, start, window_length, tile_position, num_tokens, num_slots, max_seq_len,
                              MAX_HISTORY);
     activation_t* output = y + (long long)block.head * ROWS + block.first_row;
@@ -140,6 +142,16 @@ mamba2_window(
         spread<WINDOW_ROWS * B_CHUNKS>([&](int i) { load_B(HISTORY_ROWS + i / B_CHUNKS, i % B_CHUNKS * 8); });
         spread<WINDOW_ROWS * X_CHUNKS>([&](int i) { load_x(HISTORY_ROWS + i / X_CHUNKS, i % X_CHUNKS * 8); });
     }
+    if (later.exists)
+        prefetch_ring(later, later_position, [&](int entry) {
+            prefetch(ring_x_in + ((long long)later.slot * ring_x_stride + entry * (HEADS * ROWS) + x_column),
+                     CTA_ROWS * sizeof(activation_t));
+            if (block.first_of_group)
+                prefetch(ring_B_in + ((long long)later.slot * ring_B_stride + entry * (GROUPS * COLUMNS) + B_column),
+                         COLUMNS * sizeof(activation_t));
+            if (block.first_of_head && block.head % 8 == 0)
+                prefetch_sector(ring_dt_in + ((long long)later.slot * ring_dt_stride + entry * HEADS + block.head));
+        });
     if (warp == 0) {
         const float A = -expf(log_A), dt_new = lane < length ? softplus(raw_dt + bias) : 0.f;
         scan_decays(shared.decays, A * dt_past, A * dt_new);

@@ -82,6 +82,19 @@ DEVICE void bulk_copy_wait(u64* barrier) {
 }
 #endif
 
+// Asks for `bytes` (a multiple of 16, aligned to 16) to be brought into the second-level cache.
+DEVICE void prefetch(const void* global, u32 bytes) {
+#if BULK_COPY
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+#else
+    for (u32 offset = 0; offset < bytes; offset += 32)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)global + offset) : "memory");
+#endif
+}
+
+// The same for the 32 bytes around an address of any alignment.
+DEVICE void prefetch_sector(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory"); }
+
 // Matrices of 8 x 8 16-bit elements; lane l names row l % 8 of matrix l / 8 (16-byte aligned). Lane 4 g + t receives
 // elements (g, 2 t) and (g, 2 t + 1) of each matrix; the transposing form (2 t, g) and (2 t + 1, g).
 DEVICE void load_matrix_x4(u32 (&r)[4], const void* row) {

@@ -117,6 +117,34 @@ DEVICE void tile_copy_wait(u64* barrier) {
 #endif
 }
 
+// ------------------------------------------------------------------------------------------------ looking ahead
+
+// A block's reads depend on each other (slot, checkpoint position, ring) and on memory's latency; while its last warp
+// waits for its own, it asks for those of the block that does the same part of the row AHEAD_ROWS further on, which will
+// then find them in the second-level cache. Nothing is computed from them here. AHEAD_ROWS 0 switches it off.
+struct LaterRow {
+    int slot, seq_len;
+    bool exists;  // in this thread's view: only the last warp looks ahead
+};
+
+DEVICE LaterRow look_ahead(const int* seq_lens, const int* state_batch_indices, int num_slots) {
+    LaterRow later = {-1, 0, false};
+    const u32 b = blockIdx.y + AHEAD_ROWS;
+    if (AHEAD_ROWS == 0 || threadIdx.x < THREADS - 32 || b >= gridDim.y) return later;
+    later.slot = state_batch_indices[b];
+    later.seq_len = seq_lens[b];
+    later.exists = later.slot >= 0 && later.slot < num_slots && later.seq_len > 0;
+    return later;
+}
+
+// Calls body(entry) for every ring entry of the later row's history, which starts at `checkpoint_position`.
+template <class Body>
+DEVICE void prefetch_ring(const LaterRow& later, int checkpoint_position, const Body& body) {
+    const int history = later.seq_len - checkpoint_position, lane = threadIdx.x % 32;
+    if (checkpoint_position >= 0 && history <= MAX_HISTORY && lane < history)
+        body(wrapped(checkpoint_position % RING_LEN + lane));
+}
+
 DEVICE void load_lane_columns(const state_t* from, float (&s)[LANE_COLUMNS]) {
     if constexpr (STATE_FORMAT == FORMAT_FP32) {
         const float4 v = *(const float4*)from;

@@ -92,7 +92,7 @@ class Emulated:
         )
 
     def _window_config(self, state) -> KernelConfig:
-        return geo.window_config(state.geometry, state.settings, self.arch, cta_rows=self.cta_rows)
+        return geo.window_config(state.geometry, state.settings, self.arch, cta_rows=self.cta_rows, ahead_rows=1)
 
     def mamba2_window(self, x, dt, B, C, A_log, D, dt_bias, state, *rest):
         *index, layer = rest

@@ -198,6 +198,13 @@ DEVICE void copy_async_wait() {
     fiber.copies.clear();
     fiber.last_group = fiber.previous_group = 0;
 }
+// The whole range is read, so that an address outside of the tensors is found.
+static volatile unsigned char prefetched;
+DEVICE void prefetch(const void* global, u32 bytes) {
+    if (bytes % 16 || (uintptr_t)global % 16) { std::fprintf(stderr, "emulation: bad prefetch\n"); std::abort(); }
+    for (u32 i = 0; i < bytes; i++) prefetched = ((const unsigned char*)global)[i];
+}
+DEVICE void prefetch_sector(const void* global) { prefetched = *(const unsigned char*)global; }
 DEVICE void bulk_copy_start(void* shared, const void* global, u32 bytes, u64*) {
     if (bytes % 16 || (uintptr_t)global % 16) { std::fprintf(stderr, "emulation: bad bulk copy\n"); std::abort(); }
     emulation::bulk = {shared, global, bytes};
