@@ -43,7 +43,7 @@ def make_report(
     memory_fraction: float,
 ) -> dict[str, Any]:
     """All groups of a report."""
-    engine, session = scheduler.session.engine, scheduler.session
+    engine, session, costs = scheduler.session.engine, scheduler.session, scheduler.options.draft_costs
     report = {
         "engine": _engine(engine),
         "machine": _machine(),
@@ -70,6 +70,7 @@ def make_report(
             "steps": scheduler.stats.steps,
             "drafted_tokens": scheduler.stats.drafted_tokens,
             "accepted_tokens": scheduler.stats.accepted_tokens,
+            "draft_costs": None if costs is None else costs.to_json(),
         },
     }
     if streaming:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State after `seq_len` tokens, and what the drafter knew then."""
+    """State after `seq_len` tokens, what the drafter knew then, and how many of the tokens only the ring held."""
 
     seq_len: int
     blob: bytes
     drafter: object
+    history: int = 0
 
 
 class PrefixCache:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from replayssm.runtime.draft_length import AdaptiveDraftLength
 from replayssm.runtime.sampling import SamplingParams
 from replayssm.runtime.session import Session, check_token_ids
-from replayssm.runtime.speculation import AdaptiveDraftLength, Draft
+from replayssm.runtime.speculation import Draft
 from replayssm.runtime.text import TextStream
 
 FINISH_REASONS = ("stop", "length", "cancelled", "timeout", "error")
@@ -66,6 +67,7 @@ class Request:
     slot: int = -1
     plan: deque[int] = field(default_factory=deque)
     fed: int = 0
+    history: int = 0
     tokens: list[int] = field(default_factory=list)
     draft: Draft = field(default_factory=lambda: Draft([]))
     draft_length: AdaptiveDraftLength | None = None

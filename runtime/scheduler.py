@@ -1,24 +1,27 @@
 """Continuous batching: requests come, share a session's slots step by step, and go.
 
 Every step is one mixed call: each decoding request has a row of its last token and its drafts, and prompts move on by
-whole chunks as far as the token budget reaches. A chunk is never cut differently because of other requests, so a
-request's windows, and with them its tokens, are those it has alone; only the draft lengths of `adaptive_drafts` follow
-its own history. The scheduler belongs to one thread; `engine_loop` is the door for others.
+whole chunks as far as the token budget and the spread of flushes (`flush_phase`) allow. A chunk is never cut
+differently because of other requests, so a request's windows, and with them its tokens, are those it has alone; only
+draft lengths may follow its own history and the batch. The scheduler belongs to one thread; `engine_loop` is the door
+for others.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from replayssm.runtime.choice import Choice, choose
+from replayssm.runtime.draft_length import AdaptiveDraftLength, DraftCosts
+from replayssm.runtime.flush_phase import FlushPhases, next_history
 from replayssm.runtime.prefix_cache import PrefixCache, Snapshot
 from replayssm.runtime.requests import Request, Swapped
 from replayssm.runtime.session import Row, Session, StepResult
-from replayssm.runtime.speculation import AdaptiveDraftLength, Draft, Drafter, DraftRequest
+from replayssm.runtime.speculation import Committed, Draft, Drafter, DraftRequest
 
 
 class QueueFullError(RuntimeError):
@@ -39,7 +42,10 @@ class SchedulerOptions:
         every request finish.
     swap_bytes: host memory for requests that gave their slots away.
     prefix_cache_bytes: host memory for snapshots of prompts' beginnings; 0 keeps none.
-    draft_len: drafts per call; None takes the engine's max_draft_len. adaptive_drafts: choose fewer where they fall.
+    draft_len: drafts per call; None takes the engine's max_draft_len.
+    draft_costs: choose fewer drafts where they fall, by these measured costs; None always drafts draft_len.
+    draft_sampling: requests with a temperature get drafts that a draft model drew, verified by rejection sampling. More
+        of them stand, but the output no longer equals that without drafts token for token: only in distribution.
     """
 
     max_num_tokens: int | None = None
@@ -48,7 +54,8 @@ class SchedulerOptions:
     swap_bytes: int = 1 << 30
     prefix_cache_bytes: int = 0
     draft_len: int | None = None
-    adaptive_drafts: bool = False
+    draft_costs: DraftCosts | None = None
+    draft_sampling: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("max_num_tokens", 1), ("max_queue", 1), ("time_slice", 1), ("swap_bytes", 0)):
@@ -105,8 +112,8 @@ class Scheduler:
         self.check_room(0)
         request.number, request.submitted = self._numbers, self._clock()
         self._numbers += 1
-        if self._drafter is not None and self.options.adaptive_drafts:
-            request.draft_length = AdaptiveDraftLength(self.draft_len)
+        if self._drafter is not None and self.options.draft_costs is not None:
+            request.draft_length = AdaptiveDraftLength()
         self.waiting.append(request)
         return request
 
@@ -185,18 +192,18 @@ class Scheduler:
         rows = [_row(request) for request in requests]
         result = self.session.step(rows)
         self.stats.steps += 1
-        committed = {}
-        for index, (request, choice) in enumerate(zip(requests, choose(requests, rows, result), strict=True)):
-            stands = self._settle(request, rows[index], choice, result, index)
-            if len(rows[index].tokens) <= self.session.settings.max_window:
-                committed[request.slot] = stands
-        self.session.advance(committed)
+        stands = [
+            self._settle(request, row, choice)
+            for request, row, choice in zip(requests, rows, choose(requests, rows, result), strict=True)
+        ]
+        longest = self.session.settings.max_window
+        self.session.advance({row.slot: n for row, n in zip(rows, stands, strict=True) if len(row.tokens) <= longest})
+        self._observe(requests, rows, stands, result)
         for request in requests:
             if request.finish_reason is not None:
                 self._leave(request)
             elif request.fed in request.snapshots and request.plan:
-                snapshot = Snapshot(request.fed, self.session.save(request.slot), self._snapshot_drafter(request.slot))
-                self.prefix_cache.store(request.prompt, snapshot)
+                self._keep_snapshot(request)
         return True
 
     def _expire(self) -> None:
@@ -238,19 +245,25 @@ class Scheduler:
             request.slot = self.session.load(snapshot.blob)
             self._restore_drafter(request.slot, snapshot.drafter)
             request.fed = request.cached_tokens = snapshot.seq_len
+            request.history = snapshot.history
             for _ in range(snapshot.seq_len // self.session.prefill_chunk):
                 request.plan.popleft()
             self.stats.cached_tokens += snapshot.seq_len
         request.admitted = self._clock()
 
     def _select(self) -> list[Request]:
-        """Every decoding request, and prompts in turn as far as the budget reaches."""
+        """Every decoding request, and prompts in turn as far as the budget and the spread of flushes allow."""
         decoding = [request for request in self.running if not request.plan]
         budget = self.max_num_tokens - len(decoding) * (1 + self.draft_len)
+        buffer_len = self.session.settings.buffer_len
+        phases = FlushPhases((request.history for request in decoding), len(self.running), buffer_len)
         prefilling = []
         for request in sorted((r for r in self.running if r.plan), key=lambda r: (r.served, r.number)):
             if request.plan[0] > budget:
                 break
+            # Somebody decodes where a tail is held back, so a step always moves on.
+            if len(request.plan) == 1 and not phases.admit(request.plan[0], request.history):
+                continue
             budget -= request.plan[0]
             request.served = self.stats.steps + 1
             prefilling.append(request)
@@ -258,13 +271,17 @@ class Scheduler:
 
     def _propose(self, decoding: list[Request]) -> None:
         asking = []
+        costs = self.options.draft_costs
+        costs = None if costs is None else costs.relative(len(decoding))[: self.draft_len + 1]
         for request in decoding:
             request.draft = Draft([])
-            limit = self.draft_len if request.draft_length is None else request.draft_length.choose()
+            limit = self.draft_len if request.draft_length is None else request.draft_length.choose(costs)
             # A window yields one token more than its drafts, so the last remaining token needs no draft.
             count = min(limit, request.remaining - 1)
             if count > 0:
-                asking.append((request, DraftRequest(request.slot, request.tokens, count)))
+                draws = self.options.draft_sampling and not request.params.is_greedy
+                params = request.params if draws else None
+                asking.append((request, DraftRequest(request.slot, request.tokens, count, params)))
         if self._drafter is None or not asking:
             return
         drafts = self._drafter.draft([wanted for _, wanted in asking])
@@ -272,9 +289,11 @@ class Scheduler:
             count = wanted.max_tokens
             request.draft = Draft(list(draft.tokens[:count]), None if draft.probs is None else draft.probs[:count])
 
-    def _settle(self, request: Request, row: Row, choice: Choice, result: StepResult, index: int) -> int:
+    def _settle(self, request: Request, row: Row, choice: Choice) -> int:
         """Take what a row yielded; returns how many tokens of its window stand."""
+        settings = self.session.settings
         stands, drafted = len(row.tokens), len(row.tokens) - 1
+        is_prefill = stands > settings.max_window
         if request.plan:
             request.plan.popleft()
             self.stats.prompt_tokens += stands
@@ -288,19 +307,36 @@ class Scheduler:
             if request.draft_length is not None:
                 request.draft_length.observe(drafted, stands - 1)
         request.fed += stands
+        history = next_history(request.history, len(row.tokens), settings.buffer_len)
+        request.history = 0 if is_prefill else history + stands
         if choice.error is not None:
             request.end("error", choice.error)
-            return stands
-        if self._drafter is not None:
-            hidden_states = result.row_hidden_states(index)[:stands]
-            self._drafter.observe(request.slot, row.tokens[:stands], hidden_states)
-        if choice.tokens:
+        elif choice.tokens:
             before = request.generated_count
             request.take(choice.tokens, choice.logprobs, self._clock())
             self.stats.generated_tokens += request.generated_count - before
         return stands
 
+    def _observe(
+        self, requests: Sequence[Request], rows: Sequence[Row], stands: Sequence[int], result: StepResult
+    ) -> None:
+        """Tell the drafter what stands, of the requests that go on."""
+        if self._drafter is None:
+            return
+        going_on = [index for index, request in enumerate(requests) if request.finish_reason is None]
+        self._drafter.observe(
+            [
+                Committed(rows[i].slot, list(rows[i].tokens[: stands[i]]), result.row_hidden_states(i)[: stands[i]])
+                for i in going_on
+            ]
+        )
+
     # Slots
+
+    def _keep_snapshot(self, request: Request) -> None:
+        known = self._snapshot_drafter(request.slot)
+        snapshot = Snapshot(request.fed, self.session.save(request.slot), known, request.history)
+        self.prefix_cache.store(request.prompt, snapshot)
 
     def _leave(self, request: Request) -> None:
         """Take a request off its slot."""

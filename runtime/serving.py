@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from replayssm.plugins import traffic
+from replayssm.runtime.calibration import measure_draft_costs
 from replayssm.runtime.draft_engine import EngineDrafter
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.engine_loop import EngineLoop
-from replayssm.runtime.scheduler import Scheduler, SchedulerOptions
+from replayssm.runtime.scheduler import Scheduler, SchedulerOptions, checked_draft_len
 from replayssm.runtime.session import PREFILL_CHUNK, Session, checked_device
 from replayssm.runtime.speculation import Drafter, MtpDrafter, NgramDrafter
 
+logger = logging.getLogger("replayssm.server")
 DRAFTERS = ("none", "ngram", "mtp", "engine")
+TRADE_LENGTHS = 4
 
 
 def make_drafter(name: str, session: Session, draft_engine: Engine | None = None) -> Drafter | None:
@@ -31,12 +35,20 @@ def make_drafter(name: str, session: Session, draft_engine: Engine | None = None
     return NgramDrafter() if name == "ngram" else MtpDrafter(session)
 
 
-def slot_bytes(engine: Engine) -> tuple[int, int]:
-    """(state of one sequence, the part of it that is attention cache for max_seq_len tokens), bytes."""
-    settings = engine.manifest.replay
-    states = (spec for network in engine.networks.values() for spec in network.states.values())
-    size = traffic.slot_bytes((spec.geometry for spec in states), settings)
-    return size.total(settings.max_seq_len), size.total(settings.max_seq_len) - size.recurrent
+def slot_bytes(engine: Engine, draft_engine: Engine | None = None) -> tuple[int, int]:
+    """(state of one sequence, the part of it that is attention cache for max_seq_len tokens), bytes.
+
+    A draft engine holds a sequence of its own beside each.
+    """
+    total = cache = 0
+    for each in (engine, draft_engine):
+        if each is not None:
+            settings = each.manifest.replay
+            states = (spec for network in each.networks.values() for spec in network.states.values())
+            size = traffic.slot_bytes((spec.geometry for spec in states), settings)
+            total += size.total(settings.max_seq_len)
+            cache += size.total(settings.max_seq_len) - size.recurrent
+    return total, cache
 
 
 def with_max_seq_len(engine: Engine, max_seq_len: int | None) -> Engine:
@@ -62,27 +74,69 @@ def free_bytes(device: torch.device | str) -> int:
     raise OSError("/proc/meminfo does not say how much memory is available: give the number of slots")
 
 
-def usable_bytes(engine: Engine, device: torch.device | str, fraction: float) -> int:
+def usable_bytes(
+    engine: Engine, device: torch.device | str, fraction: float, draft_engine: Engine | None = None
+) -> int:
     """Memory for state: this share of what is free on `device` beside the weights."""
-    weights = sum(tensor.nbytes for tensor in engine.weights.values())
+    engines = [engine] if draft_engine is None else [engine, draft_engine]
+    weights = sum(tensor.nbytes for each in engines for tensor in each.weights.values())
     return int(max(free_bytes(device) - weights, 0) * fraction)
 
 
-def slots_that_fit(engine: Engine, memory_bytes: int, wanted: int | None) -> int:
-    """Slots for a session: `wanted`, or as many as `memory_bytes` hold up to the engine's max_batch_size.
+def slots_that_fit(engine: Engine, memory_bytes: int, wanted: int | None, draft_engine: Engine | None = None) -> int:
+    """Slots for a session: `wanted`, or as many as `memory_bytes` hold up to the engines' max_batch_size.
 
-    Raises ValueError where not even one fits, or fewer than wanted.
+    A slot is admitted with its state and the attention cache of max_seq_len tokens, so that no request that has a slot
+    ever runs out of memory. Raises ValueError where not even one fits, or fewer than wanted.
     """
-    limit = engine.manifest.limits.max_batch_size
-    size, cache = slot_bytes(engine)
+    limit = min(each.manifest.limits.max_batch_size for each in (engine, draft_engine) if each is not None)
+    size, cache = slot_bytes(engine, draft_engine)
     fitting = memory_bytes // size
     if fitting < (wanted or 1):
+        length = engine.manifest.replay.max_seq_len
+        shorter = int((memory_bytes / (wanted or 1) - (size - cache)) * length / cache) if cache else 0
+        advice = f" (to {shorter})" if shorter >= 2 else ""
         raise ValueError(
-            f"{wanted or 1} sequences of {engine.manifest.replay.max_seq_len} tokens take "
-            f"{(wanted or 1) * size / 1e9:.2f} GB of state ({cache / size:.0%} of it attention cache), "
-            f"{memory_bytes / 1e9:.2f} GB may be used: lower --max-batch-size or --max-seq-len"
+            f"{wanted or 1} sequences of {length} tokens take {(wanted or 1) * size / 1e9:.2f} GB of state "
+            f"({cache / size:.0%} of it attention cache), {memory_bytes / 1e9:.2f} GB may be used: lower "
+            f"--max-batch-size or --max-seq-len{advice}"
         )
     return min(limit, fitting) if wanted is None else wanted
+
+
+def describe_memory(engine: Engine, memory_bytes: int, slots: int, draft_engine: Engine | None = None) -> list[str]:
+    """Lines that say what a slot takes, and how many sequences the memory would hold at shorter max_seq_len.
+
+    The attention cache is linear: a slot holds it for max_seq_len tokens whether a request uses them or not. That is
+    the trade these lines show.
+    """
+    size, cache = slot_bytes(engine, draft_engine)
+    length, limit = engine.manifest.replay.max_seq_len, engine.manifest.limits.max_batch_size
+    lines = [
+        f"{slots} slots of {size / 1e6:.1f} MB: {(size - cache) / 1e6:.1f} MB of state and rings, {cache / 1e6:.1f} MB "
+        f"of attention cache for {length} tokens; {slots * size / 1e9:.2f} of {memory_bytes / 1e9:.2f} GB"
+    ]
+    lengths = [length // 2**step for step in range(TRADE_LENGTHS) if length // 2**step >= 2]
+    counts = [f"{memory_bytes // (size - cache + cache * each // length)} of {each}" for each in lengths]
+    if cache:
+        lines.append(
+            f"these {memory_bytes / 1e9:.2f} GB hold {', '.join(counts)} tokens (--max-seq-len), the engine's "
+            f"max_batch_size is {limit}"
+        )
+    return lines
+
+
+def with_draft_costs(session: Session, drafter: Drafter | None, options: SchedulerOptions) -> SchedulerOptions:
+    """Options with what drafts cost on this session's device, measured now; as they are without a drafter."""
+    if drafter is None:
+        return options
+    costs = measure_draft_costs(session, drafter, checked_draft_len(session, drafter, options.draft_len))
+    for batch, chance in costs.crossovers().items():
+        logger.info(
+            "drafts for %d rows: a step with 0, 1, ... costs %s; the first pays where it stands with chance above %.2f",
+            *(batch, ", ".join(f"{value:.2f}" for value in costs.relative(batch)), chance),
+        )
+    return replace(options, draft_costs=costs)
 
 
 def make_loop(
@@ -93,9 +147,13 @@ def make_loop(
     prefill_chunk: int = PREFILL_CHUNK,
     device: torch.device | str = "cpu",
     draft_engine: Engine | None = None,
+    adaptive_drafts: bool = False,
 ) -> EngineLoop:
-    """A loop, not started yet, over a new session that is warm."""
+    """A loop, not started yet, over a new session that is warm. adaptive_drafts: measure drafts and choose lengths."""
     session = Session(engine, slots, device, prefill_chunk)
-    scheduler = Scheduler(session, make_drafter(draft, session, draft_engine), options)
+    drafter, options = make_drafter(draft, session, draft_engine), options or SchedulerOptions()
+    scheduler = Scheduler(session, drafter, options)
     session.warm_up()
+    if adaptive_drafts:
+        scheduler = Scheduler(session, drafter, with_draft_costs(session, drafter, options))
     return EngineLoop(scheduler)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from replayssm.runtime.sampling import draw
+from replayssm.runtime.sampling import Purpose, SamplingBatch, SamplingParams, draw, probabilities
 from replayssm.runtime.session import DraftRow, Session
 
 
@@ -33,11 +33,22 @@ class DraftRequest:
 
     tokens: the whole sequence; its last token has not been through the model yet.
     max_tokens: most tokens that may be proposed.
+    params: how a drafter with a model draws its proposals, which then come with probabilities; None: greedily.
     """
 
     slot: int
     tokens: Sequence[int]
     max_tokens: int
+    params: SamplingParams | None = None
+
+
+@dataclass
+class Committed:
+    """Tokens that were committed to a slot in one step, and the model's hidden states [len(tokens), hidden] of each."""
+
+    slot: int
+    tokens: Sequence[int]
+    hidden_states: torch.Tensor | None
 
 
 class Drafter(Protocol):
@@ -47,8 +58,8 @@ class Drafter(Protocol):
     for sequences that move to another slot.
     """
 
-    def observe(self, slot: int, tokens: Sequence[int], hidden_states: torch.Tensor | None) -> None:
-        """Take note of `tokens` that were committed to `slot`, and of the hidden states [n, hidden] of each."""
+    def observe(self, committed: Sequence[Committed]) -> None:
+        """Take note of what one step committed, at most one entry per slot."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request; it may be empty."""
@@ -57,45 +68,23 @@ class Drafter(Protocol):
         """Forget the slot's sequence."""
 
 
-class AdaptiveDraftLength:
-    """Draft length of one request, from how its drafts have fared.
+def propose(logits: torch.Tensor, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> list[int]:
+    """Append to each draft the next token of a draft model's `logits` [len(requests), V]; returns the tokens.
 
-    If each draft stands with probability a, a window with k drafts yields (1 - a^(k+1)) / (1 - a) tokens on average,
-    and costs 1 + k * token_cost decode calls. `choose` takes the k that yields most per cost. Older windows count less
-    and less, and while k is 0 the estimate drifts back to where it began, so that drafts are tried again.
-
-    max_len: most drafts. token_cost: of verifying and proposing one more token, as a share of a decode call.
+    A request with params gets a token drawn from them, and the distribution is kept beside it.
     """
-
-    PRIOR_TRIED, PRIOR_STOOD, MEMORY, IDLE_MEMORY = 2.0, 1.4, 0.9, 0.98
-
-    def __init__(self, max_len: int, token_cost: float = 0.15) -> None:
-        self.max_len = max_len
-        self.token_cost = token_cost
-        self._tried = self._stood = 0.0
-
-    @property
-    def rate(self) -> float:
-        """Estimated probability that a draft stands."""
-        return (self._stood + self.PRIOR_STOOD) / (self._tried + self.PRIOR_TRIED)
-
-    def choose(self) -> int:
-        """Drafts of the next window."""
-
-        def value(count: int) -> float:
-            return sum(self.rate**i for i in range(count + 1)) / (1 + count * self.token_cost)
-
-        best = max(range(self.max_len + 1), key=value)
-        if best == 0:
-            self._tried *= self.IDLE_MEMORY
-            self._stood *= self.IDLE_MEMORY
-        return best
-
-    def observe(self, drafted: int, stood: int) -> None:
-        """A window with `drafted` drafts of which the first `stood` stood; the first that fell was the last tried."""
-        if drafted:
-            self._tried = self._tried * self.MEMORY + min(drafted, stood + 1)
-            self._stood = self._stood * self.MEMORY + stood
+    tokens = logits.argmax(dim=1).tolist()
+    drawing = [index for index, request in enumerate(requests) if request.params is not None]
+    if drawing:
+        positions = [len(requests[index].tokens) + len(drafts[index].tokens) for index in drawing]
+        batch = SamplingBatch([requests[index].params for index in drawing], positions, logits.device)
+        probs = probabilities(logits[drawing], batch)
+        for index, row, token in zip(drawing, probs, draw(probs, batch.uniform(Purpose.DRAFT)).tolist(), strict=True):
+            tokens[index], known = token, drafts[index].probs
+            drafts[index].probs = row[None] if known is None else torch.cat([known, row[None]])
+    for draft, token in zip(drafts, tokens, strict=True):
+        draft.tokens.append(token)
+    return tokens
 
 
 def accept_matching(draft_tokens: Sequence[int], target_tokens: Sequence[int]) -> list[int]:
@@ -181,7 +170,7 @@ class NgramDrafter:
         self.max_ngram = max_ngram
         self._indices: dict[int, _NgramIndex] = {}
 
-    def observe(self, slot: int, tokens: Sequence[int], hidden_states: torch.Tensor | None) -> None:
+    def observe(self, committed: Sequence[Committed]) -> None:
         pass
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -213,7 +202,7 @@ class _MtpSlot:
 
 
 class MtpDrafter:
-    """Proposes with the checkpoint's multi-token prediction head, applied recursively and greedily.
+    """Proposes with the checkpoint's multi-token prediction head, applied recursively.
 
     At position p the head reads the model's hidden state of p and token p + 1, and predicts token p + 2; the next
     recursion reads the head's own hidden state and that prediction. What the recursion leaves in the head's cache lies
@@ -226,15 +215,19 @@ class MtpDrafter:
         self._session = session
         self._slots: dict[int, _MtpSlot] = {}
 
-    def observe(self, slot: int, tokens: Sequence[int], hidden_states: torch.Tensor | None) -> None:
-        known = self._slots.setdefault(slot, _MtpSlot())
-        known.tokens += tokens
-        known.hidden_states.append(hidden_states)
-        # The chunks of a long prompt go through the head as they come, so that hidden states do not pile up. The last
-        # token's successor is not known yet.
-        if len(known.tokens) > 1 + self._session.settings.max_window:
-            self._session.draft_step([self._catch_up(slot, known, known.tokens[1:])])
-            known.cached = 0
+    def observe(self, committed: Sequence[Committed]) -> None:
+        rows = []
+        for entry in committed:
+            known = self._slots.setdefault(entry.slot, _MtpSlot())
+            known.tokens += entry.tokens
+            known.hidden_states.append(entry.hidden_states)
+            # The chunks of long prompts go through the head as they come, all of a step at once, so that hidden states
+            # do not pile up. The last token's successor is not known yet.
+            if len(known.tokens) > 1 + self._session.settings.max_window:
+                rows.append(self._catch_up(entry.slot, known, known.tokens[1:]))
+                known.cached = 0
+        if rows:
+            self._session.draft_step(rows)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = [Draft([]) for _ in requests]
@@ -245,10 +238,9 @@ class MtpDrafter:
         active = list(range(len(requests)))
         while active:
             result = self._session.draft_step(rows)
-            tokens = result.logits.argmax(dim=1).tolist()
+            tokens = propose(result.logits, [requests[index] for index in active], [drafts[index] for index in active])
             following = []
             for index, row, token, span in zip(active, rows, tokens, result.token_spans, strict=True):
-                drafts[index].tokens.append(token)
                 if len(drafts[index].tokens) < requests[index].max_tokens:
                     hidden_state = result.hidden_states[span][-1:]
                     following.append((index, DraftRow(row.slot, [token], row.position + len(row.tokens), hidden_state)))

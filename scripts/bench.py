@@ -29,7 +29,8 @@ _COMMON = (
     click.option("--draft", default="none", show_default=True, type=click.Choice(["none", "ngram", "mtp", "engine"])),
     click.option("--draft-engine", type=ENGINE, help="Engine of a smaller model, for --draft engine."),
     click.option("--draft-len", type=int, help="Draft tokens per call.  [default: the engine's max_draft_len]"),
-    click.option("--adaptive-drafts", is_flag=True, help="Draft less for a request whose drafts fall."),
+    click.option("--adaptive-drafts", is_flag=True, help="Measure what drafts cost, then draft as many as pay."),
+    click.option("--draft-sampling", is_flag=True, help="Draw drafts of sampled requests, and verify by rejection."),
     click.option("--sampler-options", type=FILE, help="YAML or JSON with temperature, top_k, top_p, min_p, seed."),
     click.option("--report-json", type=NEW_FILE, help="Write the report here."),
     click.option("--output-json", type=NEW_FILE, help="Write every request's tokens here."),
@@ -80,31 +81,37 @@ def _run(engine: Path, dataset: Path, report_json: Path | None, **options: Any) 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from replayssm.runtime import serving
     from replayssm.runtime.bench_data import read_dataset
     from replayssm.runtime.bench_report import make_report, request_json, text_report
     from replayssm.runtime.bench_run import run_samples
     from replayssm.runtime.engine import Engine
     from replayssm.runtime.scheduler import Scheduler, SchedulerOptions
-    from replayssm.runtime.serving import make_drafter, slots_that_fit, usable_bytes, with_max_seq_len
     from replayssm.runtime.session import Session
 
     if options["concurrency"] == 0 or options["concurrency"] < -1:
         raise ValueError(f"concurrency must be positive, or -1 for all at once, got {options['concurrency']}")
-    loaded = with_max_seq_len(Engine.load(engine), options["max_seq_len"])
+    loaded = serving.with_max_seq_len(Engine.load(engine), options["max_seq_len"])
     samples = read_dataset(dataset, _LazyTokenizer(loaded), options["num_requests"])
     params = _sampling(options["sampler_options"])
-    memory = usable_bytes(loaded, options["device"], options["memory_fraction"])
-    slots = slots_that_fit(loaded, memory, options["max_batch_size"])
-    session = Session(loaded, slots, options["device"], options["prefill_chunk"])
     directory = options["draft_engine"]
-    drafter = make_drafter(options["draft"], session, None if directory is None else Engine.load(directory))
+    draft_engine = None if directory is None else Engine.load(directory)
+    memory = serving.usable_bytes(loaded, options["device"], options["memory_fraction"], draft_engine)
+    slots = serving.slots_that_fit(loaded, memory, options["max_batch_size"], draft_engine)
+    for line in serving.describe_memory(loaded, memory, slots, draft_engine):
+        click.echo(line, err=True)
+    session = Session(loaded, slots, options["device"], options["prefill_chunk"])
+    drafter = serving.make_drafter(options["draft"], session, draft_engine)
     scheduling = SchedulerOptions(
-        options["max_num_tokens"], draft_len=options["draft_len"], adaptive_drafts=options["adaptive_drafts"]
+        options["max_num_tokens"], draft_len=options["draft_len"], draft_sampling=options["draft_sampling"]
     )
     end_tokens = () if options["eos_id"] < 0 else (options["eos_id"],)
-    scheduler = Scheduler(session, drafter, scheduling)
+    warm = Scheduler(session, drafter, scheduling)
     session.warm_up()
-    run_samples(Scheduler(session, drafter, scheduling), samples[: options["warmup"]], 1, params, end_tokens)
+    run_samples(warm, samples[: options["warmup"]], 1, params, end_tokens)
+    if options["adaptive_drafts"]:
+        scheduling = serving.with_draft_costs(session, drafter, scheduling)
+    scheduler = Scheduler(session, drafter, scheduling)
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)

@@ -32,7 +32,10 @@ MIB = 1 << 20
 @click.option("--draft", default="none", show_default=True, type=click.Choice(["none", "ngram", "mtp", "engine"]))
 @click.option("--draft-engine", type=DIRECTORY, help="Engine of a smaller model, for --draft engine.")
 @click.option("--draft-len", type=int, help="Draft tokens per call.  [default: the engine's max_draft_len]")
-@click.option("--adaptive-drafts", is_flag=True, help="Draft less for a request whose drafts fall.")
+@click.option(
+    "--adaptive-drafts", is_flag=True, help="Measure what drafts cost here, then draft as many as pay for a request."
+)
+@click.option("--draft-sampling", is_flag=True, help="Draw drafts of sampled requests, and verify by rejection.")
 @click.option("--prefill-chunk", default=256, show_default=True, help="Prompt tokens of a request in one step.")
 @click.option("--max-queue-size", default=256, show_default=True, help="Waiting requests before 429.")
 @click.option("--time-slice", type=int, help="Steps after which a request makes way for a waiting one.")
@@ -83,17 +86,16 @@ def serve(engine: Path | None, checkpoint: Path | None, log_level: str, log_form
 def _loop(engine: Any, **options: Any) -> Any:
     import logging
 
+    from replayssm.runtime import serving
     from replayssm.runtime.scheduler import SchedulerOptions
-    from replayssm.runtime.serving import make_loop, slot_bytes, slots_that_fit, usable_bytes, with_max_seq_len
 
-    engine = with_max_seq_len(engine, options["max_seq_len"])
-    memory = usable_bytes(engine, options["device"], options["free_gpu_memory_fraction"])
-    slots = slots_that_fit(engine, memory, options["max_batch_size"])
-    size, cache = slot_bytes(engine)
-    logging.getLogger("replayssm.server").info(
-        "%d slots of %.1f MB, %.1f MB of it attention cache for %d tokens",
-        *(slots, size / 1e6, cache / 1e6, engine.manifest.replay.max_seq_len),
-    )
+    engine = serving.with_max_seq_len(engine, options["max_seq_len"])
+    directory = options["draft_engine"]
+    draft_engine = None if directory is None else type(engine).load(directory)
+    memory = serving.usable_bytes(engine, options["device"], options["free_gpu_memory_fraction"], draft_engine)
+    slots = serving.slots_that_fit(engine, memory, options["max_batch_size"], draft_engine)
+    for line in serving.describe_memory(engine, memory, slots, draft_engine):
+        logging.getLogger("replayssm.server").info(line)
     scheduling = SchedulerOptions(
         max_num_tokens=options["max_num_tokens"],
         max_queue=options["max_queue_size"],
@@ -101,12 +103,17 @@ def _loop(engine: Any, **options: Any) -> Any:
         swap_bytes=options["swap_memory"] * MIB,
         prefix_cache_bytes=options["prefix_cache"] * MIB,
         draft_len=options["draft_len"],
-        adaptive_drafts=options["adaptive_drafts"],
+        draft_sampling=options["draft_sampling"],
     )
-    directory = options["draft_engine"]
-    draft_engine = None if directory is None else type(engine).load(directory)
-    return make_loop(
-        engine, slots, scheduling, options["draft"], options["prefill_chunk"], options["device"], draft_engine
+    return serving.make_loop(
+        engine,
+        slots,
+        scheduling,
+        options["draft"],
+        options["prefill_chunk"],
+        options["device"],
+        draft_engine,
+        options["adaptive_drafts"],
     )
 
 

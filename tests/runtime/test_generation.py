@@ -37,8 +37,8 @@ class ScriptedDrafter:
         self.choose = random.Random(5)
         self.released = []
 
-    def observe(self, slot, tokens, hidden_states):
-        assert hidden_states.shape[0] == len(tokens)
+    def observe(self, committed):
+        assert all(entry.hidden_states.shape[0] == len(entry.tokens) for entry in committed)
 
     def draft(self, requests):
         return [Draft(self.propose(list(request.tokens), request.max_tokens)) for request in requests]
@@ -148,7 +148,7 @@ class RandomDrafter:
         self.vocab = vocab
         self.generator = torch.Generator().manual_seed(seed)
 
-    def observe(self, slot, tokens, hidden_states):
+    def observe(self, committed):
         pass
 
     def draft(self, requests):

@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from replayssm.runtime.requests import Request
+from replayssm.runtime.scheduler import Scheduler
 from replayssm.runtime.session import DraftRow, Row, Session
-from replayssm.runtime.speculation import DraftRequest, MtpDrafter
+from replayssm.runtime.speculation import Committed, DraftRequest, MtpDrafter
 
 LAYOUTS = ("nano", "super", "qwen", "qwen_moe")
 
@@ -62,7 +64,7 @@ class Sequences:
         result = self.session.step([Row(slot, window, "none")])
         if len(window) <= self.session.settings.max_window:
             self.session.advance({slot: accepted})
-        self.drafter.observe(slot, window[:accepted], result.row_hidden_states(0)[:accepted])
+        self.drafter.observe([Committed(slot, window[:accepted], result.row_hidden_states(0)[:accepted])])
         self.tokens[slot] += window[:accepted]
 
     def draft_and_compare(self, counts):
@@ -152,3 +154,26 @@ def test_an_engine_without_a_head(tiny_engine):
     bare = replace(engine, networks={"main": engine.networks["main"]})
     with pytest.raises(ValueError, match="no draft head"):
         MtpDrafter(Session(bare, slots=1))
+
+
+def test_prompts_go_through_the_head_together(tiny_engine):
+    """One call of the head per step of the model, however many prompts are read; what it learns is the same."""
+    engine = tiny_engine("nano")
+    prompts = [[(7 * index + i) % 300 for i in range(70)] for index in range(4)]
+    session = Session(engine, slots=4, prefill_chunk=16)
+    calls, run = [], session.draft_step
+    session.draft_step = lambda rows: calls.append(sorted(row.slot for row in rows)) or run(rows)
+    scheduler = Scheduler(session, MtpDrafter(session))
+    requests = [scheduler.submit(Request.create(session, prompt, 20, end_tokens=())) for prompt in prompts]
+    for _ in range(4):
+        scheduler.step()
+    assert calls == [[0, 1, 2, 3]] * 4
+    while scheduler.step():
+        pass
+    for request, prompt in zip(requests, prompts, strict=True):
+        single = Session(engine, slots=1, prefill_chunk=16)
+        alone = Scheduler(single, MtpDrafter(single))
+        same = alone.submit(Request.create(single, prompt, 20, end_tokens=()))
+        while alone.step():
+            pass
+        assert (request.generated, request.calls) == (same.generated, same.calls)

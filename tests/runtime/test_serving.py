@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 
 import pytest
 
 from replayssm.runtime.logs import JsonFormatter, TextFormatter
+from replayssm.runtime.scheduler import SchedulerOptions
 from replayssm.runtime.serving import (
+    describe_memory,
     free_bytes,
     make_drafter,
     make_loop,
@@ -37,12 +40,56 @@ def test_slots_that_fit(tiny_engine, monkeypatch):
     assert slots_that_fit(engine, 1000 * size, None) == 8
     assert slots_that_fit(engine, 3 * size, 2) == 2
     for memory, wanted in ((size - 1, None), (3 * size, 4)):
-        with pytest.raises(ValueError, match="lower --max-batch-size or --max-seq-len"):
+        with pytest.raises(ValueError, match="lower --max-batch-size or --max-seq-len") as error:
             slots_that_fit(engine, memory, wanted)
+        # The advice holds: that many sequences of the length it names fit, of one token more they do not.
+        advised = re.search(r"\(to (\d+)\)", str(error.value))
+        if advised:
+            length = int(advised[1])
+            assert slots_that_fit(with_max_seq_len(engine, length), memory, wanted) == (wanted or 1)
+            with pytest.raises(ValueError, match="lower"):
+                slots_that_fit(with_max_seq_len(engine, length + 1), memory, wanted)
     weights = sum(tensor.nbytes for tensor in engine.weights.values())
     assert 0 < usable_bytes(engine, "cpu", 0.5) < free_bytes("cpu")
     monkeypatch.setattr("replayssm.runtime.serving.free_bytes", lambda device: weights + 100)
     assert usable_bytes(engine, "cpu", 0.5) == 50
+
+
+def test_the_trade_of_length_for_sequences_is_printed(tiny_engine):
+    engine = tiny_engine("nano")
+    size, cache = slot_bytes(engine)
+    memory = 5 * size
+    first, second = describe_memory(engine, memory, 5)
+    assert first.startswith(f"5 slots of {size / 1e6:.1f} MB: {(size - cache) / 1e6:.1f} MB of state and rings, ")
+    assert f"{cache / 1e6:.1f} MB of attention cache for 400 tokens" in first
+    for count, length in re.findall(r"(\d+) of (\d+)[, ]", second):
+        bytes_each = slot_bytes(with_max_seq_len(engine, int(length)))[0]
+        assert int(count) * bytes_each <= memory < (int(count) + 1) * bytes_each
+    assert re.findall(r"of (\d+)[, ]", second) == ["400", "200", "100", "50"]
+    assert "max_batch_size is 8" in second
+
+
+def test_a_draft_engine_takes_its_share(tiny_engine, monkeypatch):
+    engine, draft = tiny_engine("nano"), tiny_engine("qwen", max_seq_len=64, max_batch_size=2)
+    own, beside = slot_bytes(engine)[0], slot_bytes(draft)[0]
+    assert slot_bytes(engine, draft)[0] == own + beside
+    assert slots_that_fit(engine, 3 * own, None) == 3
+    assert slots_that_fit(engine, 3 * own, None, draft) == 3 * own // (own + beside)
+    assert slots_that_fit(engine, 100 * (own + beside), None, draft) == 2
+    weights = sum(tensor.nbytes for each in (engine, draft) for tensor in each.weights.values())
+    monkeypatch.setattr("replayssm.runtime.serving.free_bytes", lambda device: weights + 100)
+    assert usable_bytes(engine, "cpu", 0.5, draft) == 50
+
+
+def test_adaptive_drafts_are_measured_at_the_start(tiny_engine, caplog):
+    caplog.set_level(logging.INFO, "replayssm.server")
+    options = SchedulerOptions(draft_len=2)
+    scheduler = make_loop(tiny_engine("nano"), 3, options, "ngram", adaptive_drafts=True).scheduler
+    costs = scheduler.options.draft_costs
+    assert (costs.batches, len(costs.seconds[0]), scheduler.draft_len) == ((1, 3), 3, 2)
+    assert [message.split(":")[0] for message in caplog.messages] == ["drafts for 1 rows", "drafts for 3 rows"]
+    assert scheduler.session.free_slots == 3
+    assert make_loop(tiny_engine("nano"), 3, options, adaptive_drafts=True).scheduler.options.draft_costs is None
 
 
 def test_shorter_sequences_take_less(tiny_engine):
