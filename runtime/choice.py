@@ -32,14 +32,7 @@ def choose(requests: Sequence[Request], rows: Sequence[Row], result: StepResult)
     ]
     if not owners:
         return [Choice()] * len(rows)
-    logits = result.logits
-    finite = logits.amax(dim=1).isfinite()
-    if not bool(finite.all()):
-        logits = logits.masked_fill(~finite[:, None], 0.0)
-    batch = SamplingBatch(
-        [request.params for request, _ in owners], [position for _, position in owners], logits.device
-    )
-    targets, usable = sample(logits, batch).tolist(), finite.tolist()
+    targets, usable = result.chosen or _chosen(owners, result.logits)
     choices = []
     for request, row, span in zip(requests, rows, result.logits_spans, strict=True):
         if span.start == span.stop:
@@ -47,16 +40,28 @@ def choose(requests: Sequence[Request], rows: Sequence[Row], result: StepResult)
         elif not all(usable[span]):
             choices.append(Choice(error=NOT_FINITE))
         else:
-            tokens = _accept(request, row, logits[span], targets[span])
-            choices.append(Choice(tokens, _logprobs(request, logits[span], tokens)))
+            tokens = _accept(request, row, result, span, targets[span])
+            choices.append(Choice(tokens, _logprobs(request, result, span, tokens)))
     return choices
 
 
-def _accept(request: Request, row: Row, logits: torch.Tensor, targets: list[int]) -> list[int]:
+def _chosen(owners: Sequence[tuple[Request, int]], logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """(token, whether its logits are finite) of each of the R (request, position) pairs."""
+    finite = logits.amax(dim=1).isfinite()
+    if not bool(finite.all()):
+        logits = logits.masked_fill(~finite[:, None], 0.0)
+    batch = SamplingBatch(
+        [request.params for request, _ in owners], [position for _, position in owners], logits.device
+    )
+    return sample(logits, batch).tolist(), finite.tolist()
+
+
+def _accept(request: Request, row: Row, result: StepResult, span: slice, targets: list[int]) -> list[int]:
     if request.plan or len(row.tokens) == 1:
         return targets
     if request.draft.probs is None:
         return accept_matching(request.draft.tokens, targets)
+    logits = result.logits[span]
     positions = range(len(request.tokens), len(request.tokens) + logits.shape[0])
     batch = SamplingBatch([request.params] * logits.shape[0], positions, logits.device)
     accept = uniform(batch.seeds, batch.positions, Purpose.ACCEPT)
@@ -69,10 +74,10 @@ def _accept(request: Request, row: Row, logits: torch.Tensor, targets: list[int]
     )
 
 
-def _logprobs(request: Request, logits: torch.Tensor, tokens: Sequence[int]) -> list[TokenLogprob]:
+def _logprobs(request: Request, result: StepResult, span: slice, tokens: Sequence[int]) -> list[TokenLogprob]:
     if request.logprobs is None:
         return []
-    values = logits[: len(tokens)].float().log_softmax(dim=1)
+    values = result.logits[span][: len(tokens)].float().log_softmax(dim=1)
     top = values.topk(min(request.logprobs, values.shape[1]), dim=1)
     return [
         TokenLogprob(token, float(values[index, token]), tuple(zip(ids, likeliest, strict=True)))

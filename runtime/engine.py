@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ class Engine:
     directory: Path
     manifest: EngineManifest
     networks: dict[str, Network]
-    weights: dict[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]
+    _resident: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def load(cls, directory: str | Path, verify: str = "size") -> Engine:
@@ -60,6 +62,15 @@ class Engine:
             weights |= _read_weights(directory / name)
         _check_weights(directory, networks, weights)
         return cls(directory, manifest, networks, weights)
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether TensorRT plans run the networks, with all slots and sizes that they were built for."""
+        return self.manifest.target != "torch"
+
+    def resident(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Weights as executors on `device` hold them, by name: sessions over one engine keep them once."""
+        return self._resident.setdefault(device, {})
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ class Executor:
         step on the CPU, so it defaults to on there and to off on CUDA.
     unpacked: weights by name as executors hold them where that is not as the engine does: dequantized, joined by
         `fusion`, or on a GPU. Executors of one engine share it, so that a weight is kept once.
-    fuse: run what `fusion` makes of the network: fewer operators, and kernels for what lies between the matrix products.
+    fuse: run what `fusion` makes of the network: fewer operators, and kernels for what lies between the products.
         By default on CUDA only, because joined products differ from single ones in the last bits.
     emulate_activation_quantization: round inputs of quantized linear operators as the checkpoint's recipe says, which
         hardware with such products does. Off, activations keep their precision.

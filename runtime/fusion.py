@@ -142,9 +142,9 @@ def _kernels_take(activations: Sequence[Tensor], weights: Sequence[Tensor] = ())
 
 def linear(x: Tensor, weight: Tensor, *scales: Tensor, output_dtype: torch.dtype, **attributes: Any) -> Tensor:
     """As `functional_ops.linear`; the product itself is returned in fp32 where that is asked for."""
-    if x.is_cuda and attributes["format"] == "dense" and x.dtype in elementwise.SIXTEEN_BITS and x.dim() == 2:
-        if output_dtype == torch.float32 and weight.dtype == x.dtype:
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    narrow = x.is_cuda and x.dtype in elementwise.SIXTEEN_BITS and x.dim() == 2 and weight.dtype == x.dtype
+    if narrow and output_dtype == torch.float32 and attributes["format"] == "dense":
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return ops.linear(x, weight, *scales, output_dtype=output_dtype, **attributes)
 
 

@@ -6,8 +6,9 @@ of nothing else, so a request gets the same tokens whatever it is batched with, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -86,20 +87,41 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, purpose: int) -> torch
 class SamplingBatch:
     """Sampling parameters of R rows as tensors on `device`; positions [R] are those of the tokens to be drawn."""
 
+    COLUMNS: ClassVar[dict[str, torch.dtype]] = {
+        "temperature": torch.float32,
+        "top_k": torch.int64,
+        "top_p": torch.float64,
+        "min_p": torch.float32,
+        "seeds": torch.int64,
+    }
+    """Parameters as tensors [R]; seeds are the two's complement of the 64-bit seed."""
+
     def __init__(
         self, params: Sequence[SamplingParams], positions: Sequence[int], device: torch.device | str = "cpu"
     ) -> None:
-        def column(name: str, dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor([getattr(row, name) for row in params], dtype=dtype, device=device)
-
         self.all_greedy = all(row.is_greedy for row in params)
-        self.temperature = column("temperature", torch.float32)
-        self.top_k = column("top_k", torch.int64)
-        self.top_p = column("top_p", torch.float64)
-        self.min_p = column("min_p", torch.float32)
-        signed = [row.seed - 2**64 if row.seed >= 2**63 else row.seed for row in params]
-        self.seeds = torch.tensor(signed, dtype=torch.int64, device=device)
-        self.positions = torch.tensor(list(positions), dtype=torch.int64, device=device)
+        columns = {name: column.to(device) for name, column in self.columns(params).items()}
+        self._set(columns, torch.tensor(list(positions), dtype=torch.int64, device=device))
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, torch.Tensor], positions: torch.Tensor) -> SamplingBatch:
+        """A batch over tensors named as in COLUMNS, which are read when it is used; rows may be greedy or not."""
+        batch = cls.__new__(cls)
+        batch.all_greedy = False
+        batch._set(columns, positions)
+        return batch
+
+    @classmethod
+    def columns(cls, params: Sequence[SamplingParams]) -> dict[str, torch.Tensor]:
+        """COLUMNS of `params`, on the CPU."""
+        values = {name: [getattr(row, name) for row in params] for name in cls.COLUMNS if name != "seeds"}
+        values["seeds"] = [row.seed - 2**64 if row.seed >= 2**63 else row.seed for row in params]
+        return {name: torch.tensor(values[name], dtype=dtype) for name, dtype in cls.COLUMNS.items()}
+
+    def _set(self, columns: Mapping[str, torch.Tensor], positions: torch.Tensor) -> None:
+        self.temperature, self.top_k = columns["temperature"], columns["top_k"]
+        self.top_p, self.min_p, self.seeds = columns["top_p"], columns["min_p"], columns["seeds"]
+        self.positions = positions
 
     def uniform(self, purpose: int) -> torch.Tensor:
         return uniform(self.seeds, self.positions, purpose)
@@ -152,6 +174,11 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """
     if not bool(logits.amax(dim=1).isfinite().all()):
         raise InferenceError(NOT_FINITE)
+    return sample_tokens(logits, batch)
+
+
+def sample_tokens(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """`sample` of finite logits, without waiting for the device: a CUDA graph can hold it."""
     if batch.all_greedy:
         return logits.argmax(dim=1)
     ids, probs = _ranked_probabilities(logits, batch)

@@ -8,129 +8,23 @@ rejected draft costs. Longer windows are prefill and stand at once. Rows of all 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.manifest import EngineDirectoryError
-from replayssm.plugins.network import Network
 from replayssm.plugins.slot_blob import load_slot, save_slot, stagger_tail
-from replayssm.plugins.state import LayerState, allocate_state, commit, copy_slot, raise_on_error
+from replayssm.plugins.state import LayerState, commit, copy_slot
+from replayssm.runtime.cuda_graphs import StepGraph
 from replayssm.runtime.engine import Engine
-from replayssm.runtime.errors import InferenceError
-from replayssm.runtime.executor import Executor
+from replayssm.runtime.errors import NOT_FINITE, InferenceError
+from replayssm.runtime.program import DraftRow, Program, Row, StepResult, executor_maker
+
+__all__ = ["LOGITS", "PREFILL_CHUNK", "DraftRow", "Row", "Session", "StepResult", "check_token_ids", "checked_device"]
 
 PREFILL_CHUNK = 256
 LOGITS = ("last", "all", "none")
-
-
-@dataclass(frozen=True)
-class Row:
-    """The next tokens of one slot, and whose logits are wanted: of the "last" token, of "all", or "none"."""
-
-    slot: int
-    tokens: Sequence[int]
-    logits: str = "last"
-
-
-@dataclass(frozen=True)
-class DraftRow:
-    """Tokens for the draft head, which has no tentative windows of its own.
-
-    position: of the first token's *predecessor*: the pair (hidden state of p, token p + 1) is kept at p.
-    hidden_states: [len(tokens), hidden], of the predecessors.
-    """
-
-    slot: int
-    tokens: Sequence[int]
-    position: int
-    hidden_states: torch.Tensor
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Outputs of a step. logits [R, vocab] (fp32) of the wanted tokens, hidden_states [T, hidden] of all."""
-
-    logits: torch.Tensor
-    hidden_states: torch.Tensor
-    logits_spans: tuple[slice, ...]
-    token_spans: tuple[slice, ...]
-
-    def row_logits(self, row: int) -> torch.Tensor:
-        """Logits of one row, [1, vocab], [len(tokens), vocab] or [0, vocab]."""
-        return self.logits[self.logits_spans[row]]
-
-    def row_hidden_states(self, row: int) -> torch.Tensor:
-        """Hidden states [len(tokens), hidden] of one row."""
-        return self.hidden_states[self.token_spans[row]]
-
-
-class _Program:
-    """A network with its states and its executor."""
-
-    def __init__(
-        self,
-        network: Network,
-        engine: Engine,
-        slots: int,
-        device: torch.device,
-        error_flag: torch.Tensor,
-        unpacked: dict[str, torch.Tensor],
-    ) -> None:
-        settings = engine.manifest.replay
-        self.states = {
-            name: allocate_state(spec.geometry, settings, slots, device, error_flag)
-            for name, spec in network.states.items()
-        }
-        self._device = device
-        self._error_flag = error_flag
-        self._executor = Executor(network, engine.weights, self.states, device, unpacked=unpacked)
-
-    def __call__(
-        self,
-        rows: Sequence[Row | DraftRow],
-        seq_lens: Sequence[int],
-        wanted: Sequence[str],
-        hidden_states: torch.Tensor | None = None,
-    ) -> StepResult:
-        """Run `rows`, whose windows begin at `seq_lens`. Raises InferenceError if an operator refused a row."""
-        lengths = [len(row.tokens) for row in rows]
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
-        token_spans = tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=False))
-        indices: list[int] = []
-        logits_spans = []
-        for span, want in zip(token_spans, wanted, strict=True):
-            first = {"all": span.start, "last": span.stop - 1, "none": span.stop}[want]
-            logits_spans.append(slice(len(indices), len(indices) + span.stop - first))
-            indices.extend(range(first, span.stop))
-        inputs = {
-            "token_ids": self._tensor([token for row in rows for token in row.tokens], torch.int64),
-            "positions": self._tensor(
-                [seq_len + i for seq_len, length in zip(seq_lens, lengths, strict=True) for i in range(length)]
-            ),
-            "seq_lens": self._tensor(seq_lens),
-            "window_starts": self._tensor(starts[:-1]),
-            "window_lens": self._tensor(lengths),
-            "state_batch_indices": self._tensor([row.slot for row in rows]),
-            "logits_indices": self._tensor(indices, torch.int64),
-        }
-        if hidden_states is not None:
-            inputs["hidden_states"] = hidden_states
-        outputs = self._executor(inputs)
-        try:
-            raise_on_error(self._error_flag)
-        except RuntimeError as error:
-            raise InferenceError(
-                f"{error}; start again with a new session, and if it returns, rebuild the engine or report it"
-            ) from error
-        return StepResult(outputs["logits"], outputs["hidden_states"], tuple(logits_spans), token_spans)
-
-    def _tensor(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
 
 
 def checked_device(device: torch.device | str) -> torch.device:
@@ -146,6 +40,8 @@ class Session:
 
     slots: sequences held at the same time; None takes the engine's max_batch_size.
     prefill_chunk: tokens of one prefill window. Outputs depend on it in the last bits, so it is fixed per session.
+    graphs: run steps without prefill rows as captured CUDA graphs, which then also choose the tokens. By default on a
+        GPU; on the CPU the same code runs uncaptured.
     """
 
     def __init__(
@@ -154,6 +50,7 @@ class Session:
         slots: int | None = None,
         device: torch.device | str = "cpu",
         prefill_chunk: int = PREFILL_CHUNK,
+        graphs: bool | None = None,
     ) -> None:
         limit = engine.manifest.limits.max_batch_size
         self.slots = limit if slots is None else slots
@@ -170,14 +67,21 @@ class Session:
 
             cuda_ops.register()
         flag = torch.zeros(1, dtype=torch.int32, device=self.device)
-        unpacked: dict[str, torch.Tensor] = {}
+        graphs = self.device.type == "cuda" and not engine.has_plans if graphs is None else graphs
+        # A plan's kernels are compiled for all slots.
+        state_slots = limit if engine.has_plans else self.slots
         try:
+            make_executor = executor_maker(engine, self.device)
+            # The draft head's rows bring hidden states and are not captured here; plans capture their own graphs.
             self._programs = {
-                name: _Program(network, engine, self.slots, self.device, flag, unpacked)
+                name: Program(network, engine, state_slots, flag, make_executor, graphs and name == "main")
                 for name, network in engine.networks.items()
             }
         except (LookupError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
             raise self._unfit(error) from error
+        most = getattr(self._programs["main"].executor, "max_tokens", prefill_chunk)
+        if prefill_chunk > most:
+            raise ValueError(f"prefill_chunk {prefill_chunk} is more than the {most} tokens of the engine's plans")
         self._free = list(range(self.slots))
         self._seq_lens: dict[int, int] = {}
         self._windows: dict[int, int] = {}
@@ -330,6 +234,47 @@ class Session:
                 )
         result = self.step([Row(slot, tokens, "all") for slot, tokens in windows.items()])
         return {slot: result.row_logits(index) for index, slot in enumerate(windows)}
+
+    def decode_ahead(self, slots: Sequence[int], tokens: Sequence[int], steps: int) -> Iterator[list[int]]:
+        """Greedy decoding of `steps` tokens per slot, beginning with `tokens`; yields each step's choices.
+
+        A graph feeds itself, so the next step is launched before the host has read this one's choices. Whoever stops
+        early leaves the slots as if the step ahead had never run; the baseline (buffer_len 0) therefore gets none.
+        """
+        for slot, token in zip(slots, tokens, strict=True):
+            self._check_tokens(slot, [token] * steps)
+        self._check_rows([Row(slot, [token]) for slot, token in zip(slots, tokens, strict=True)])
+        graphs = self._programs["main"].graphs
+        if graphs is None:
+            for _ in range(steps):
+                tokens = self.decode(slots, tokens).argmax(dim=1).tolist()
+                yield tokens
+            return
+        graph = graphs.get(len(slots), 1)
+        graph.load([[token] for token in tokens], [self._seq_lens[slot] for slot in slots], slots)
+        ahead = 0 if self.settings.is_baseline else 1
+        launched = 0
+        for done in range(steps):
+            while launched < min(done + 1 + ahead, steps):
+                graph.launch()
+                launched += 1
+            chosen, flag = graph.wait(behind=launched - 1 - done)
+            if flag or not all(chosen.finite[: len(slots)]):
+                self._programs["main"].check()
+                raise InferenceError(NOT_FINITE)
+            for slot in slots:
+                self._seq_lens[slot] += 1
+            yield chosen.tokens[: len(slots)]
+
+    def step_graph(self, rows: int, window: int = 1) -> StepGraph:
+        """The captured step for that many rows and tokens a row, for measurements that drive it themselves.
+
+        Slots and lengths that it is given are not checked, and this session does not learn what it did.
+        """
+        graphs = self._programs["main"].graphs
+        if graphs is None:
+            raise ValueError("this session has no captured steps: create it with graphs=True")
+        return graphs.get(rows, window)
 
     def warm_up(self) -> None:
         """Run a token in a free slot and forget it: one-time costs of imports and kernels are then paid.

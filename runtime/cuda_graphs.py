@@ -1,0 +1,238 @@
+"""Captured steps: one CUDA graph per number of rows and window length, with the choice of tokens inside.
+
+A graph's rows have `window` tokens each, the first window_lens[b] of which are real; rows that a step does not use are
+padding (design rule 8). Positions, slots and lengths are read from device memory, so a graph replays unchanged for
+ever. A step costs the host one copy in, one launch, one copy out and one wait.
+
+On the CPU the same code runs with a stand-in that calls what would have been captured, for tests.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from replayssm.plugins.contract import PAD_SLOT_ID
+from replayssm.runtime.sampling import SamplingBatch, SamplingParams, sample_tokens
+
+Tensor = torch.Tensor
+Executor = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+"""Runs a network over its inputs without waiting for the device."""
+
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Takes what a step does and returns how to do it again."""
+
+
+def row_buckets(slots: int) -> list[int]:
+    """Numbers of rows that graphs are captured for: powers of two to 64, then multiples of 64, and `slots` itself."""
+    small = [1 << i for i in range(7) if 1 << i < slots]
+    return [*small, *range(128, slots, 64), slots]
+
+
+def window_classes(max_window: int) -> list[int]:
+    """Window lengths that graphs are captured for: powers of two, and `max_window` itself."""
+    return [*(1 << i for i in range(max_window.bit_length()) if 1 << i < max_window), max_window]
+
+
+class Chosen(NamedTuple):
+    """Per token of a step: the token chosen behind it, and whether its logits were finite."""
+
+    tokens: list[int]
+    finite: list[bool]
+
+
+def capture_eagerly(body: Callable[[], None]) -> Callable[[], None]:
+    """Stand-in for a capture where there is no GPU. A capture runs the body once to warm up, so this does too."""
+    body()
+    return body
+
+
+class CudaCapture:
+    """Captures into graphs that share one memory pool, because they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
+        # Compiling, loading and library handles must not fall into the capture.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            body()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            body()
+        return graph.replay
+
+
+class _Buffers:
+    """Inputs of a step as views of one block on the device and one, page-locked, on the host: one copy moves all."""
+
+    def __init__(self, layout: Sequence[tuple[str, torch.dtype, int]], device: torch.device) -> None:
+        size = sum(-(-count * dtype.itemsize // 16) * 16 for _, dtype, count in layout)
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.device, self.host, offset = {}, {}, 0
+        for name, dtype, count in layout:
+            end = offset + count * dtype.itemsize
+            self.device[name] = self._device[offset:end].view(dtype)
+            self.host[name] = self._host[offset:end].view(dtype)
+            offset = -(-end // 16) * 16
+
+    def upload(self) -> None:
+        self._device.copy_(self._host, non_blocking=True)
+
+
+class StepGraph:
+    """One step of `rows` rows with windows of `window` tokens, captured.
+
+    device_inputs: token_ids [rows * window], seq_lens, window_lens and state_batch_indices [rows], which `launch`
+        reads; whoever drives the graph on the device writes them there instead of calling `load`.
+    logits [rows * window, vocab] and hidden_states [rows * window, hidden]: of the last launch; the next launch of any
+        graph overwrites them.
+    sampled: tokens are drawn by each row's sampling parameters, not only the likeliest ones.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        error_flag: Tensor,
+        rows: int,
+        window: int,
+        capture: Capture,
+        *,
+        sampled: bool = False,
+    ) -> None:
+        self.rows, self.window, self.sampled = rows, window, sampled
+        self._executor, self._error_flag = executor, error_flag
+        device = error_flag.device
+        integers = ("seq_lens", "window_lens", "state_batch_indices")
+        layout = [("token_ids", torch.int64, rows * window), *((name, torch.int32, rows) for name in integers)]
+        if sampled:
+            layout += [(name, dtype, rows) for name, dtype in SamplingBatch.COLUMNS.items()]
+        self._buffers = _Buffers(layout, device)
+        self.device_inputs = self._buffers.device
+        self._clear()
+        self._buffers.upload()
+        self._starts = torch.arange(0, rows * window, window, dtype=torch.int32, device=device)
+        self._offsets = torch.arange(window, dtype=torch.int32, device=device)
+        self._indices = torch.arange(rows * window, dtype=torch.int64, device=device)
+        size = 2 * rows * window + 1
+        pinned = device.type == "cuda"
+        self._answers = [torch.empty(size, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self._events = [torch.cuda.Event() if pinned else None for _ in range(2)]
+        self._launched = 0
+        self._replay = capture(self._body)
+
+    def load(
+        self,
+        windows: Sequence[Sequence[int]],
+        seq_lens: Sequence[int],
+        slots: Sequence[int],
+        params: Sequence[SamplingParams] | None = None,
+    ) -> None:
+        """Set the inputs of the next launch: at most `rows` windows of at most `window` tokens."""
+        count = len(windows)
+        self._clear()
+        host = self._buffers.host
+        tokens = host["token_ids"].view(self.rows, self.window)
+        if self.window == 1:
+            tokens[:count, 0] = torch.tensor([tokens[0] for tokens in windows])
+        else:
+            for row, values in enumerate(windows):
+                tokens[row, : len(values)] = torch.tensor(values)
+        host["seq_lens"][:count] = torch.tensor(seq_lens, dtype=torch.int32)
+        host["window_lens"][:count] = torch.tensor([len(values) for values in windows], dtype=torch.int32)
+        host["state_batch_indices"][:count] = torch.tensor(slots, dtype=torch.int32)
+        if self.sampled:
+            for name, values in SamplingBatch.columns(params or []).items():
+                host[name][:count] = values
+        self._buffers.upload()
+
+    def launch(self) -> None:
+        """Run the step and start copying its answers to the host."""
+        self._replay()
+        slot = self._launched % 2
+        self._answers[slot].copy_(self._results, non_blocking=True)
+        if self._events[slot] is not None:
+            self._events[slot].record()
+        self._launched += 1
+
+    def wait(self, behind: int = 0) -> tuple[Chosen, int]:
+        """(what the last launch chose per token, the device's error flag); behind 1: what the launch before it did."""
+        slot = (self._launched - 1 - behind) % 2
+        if self._events[slot] is not None:
+            self._events[slot].synchronize()
+        values = self._answers[slot].tolist()
+        count = self.rows * self.window
+        return Chosen(values[:count], [bool(value) for value in values[count : 2 * count]]), values[-1]
+
+    def _clear(self) -> None:
+        """Only padding rows."""
+        host = self._buffers.host
+        for values in host.values():
+            values.zero_()
+        host["state_batch_indices"].fill_(PAD_SLOT_ID)
+
+    def _body(self) -> None:
+        given = self.device_inputs
+        positions = given["seq_lens"].unsqueeze(1) + self._offsets
+        outputs = self._executor(
+            {
+                "token_ids": given["token_ids"],
+                "positions": positions.flatten(),
+                "seq_lens": given["seq_lens"],
+                "window_starts": self._starts,
+                "window_lens": given["window_lens"],
+                "state_batch_indices": given["state_batch_indices"],
+                "logits_indices": self._indices,
+            }
+        )
+        self.logits, self.hidden_states = outputs["logits"], outputs["hidden_states"]
+        largest, tokens = self.logits.max(dim=1)
+        finite = largest.isfinite()
+        if self.sampled:
+            tokens = self._sample(positions, finite)
+        self._results = torch.cat([tokens, finite.to(torch.int64), self._error_flag.to(torch.int64)])
+        if self.window == 1:
+            # What the next step reads if the host does not load another: steps may follow each other unseen.
+            given["token_ids"].copy_(tokens)
+            given["seq_lens"].add_(given["window_lens"])
+
+    def _sample(self, positions: Tensor, finite: Tensor) -> Tensor:
+        columns = {
+            name: self.device_inputs[name].unsqueeze(1).expand(-1, self.window).flatten()
+            for name in SamplingBatch.COLUMNS
+        }
+        batch = SamplingBatch.from_columns(columns, positions.flatten().to(torch.int64) + 1)
+        return sample_tokens(self.logits.masked_fill(~finite.unsqueeze(1), 0.0), batch)
+
+
+class StepGraphs:
+    """The graphs of one network, captured when they are first needed.
+
+    slots: most rows of a step; max_window: most tokens of a row.
+    """
+
+    def __init__(self, executor: Executor, error_flag: Tensor, slots: int, max_window: int) -> None:
+        self._executor, self._error_flag = executor, error_flag
+        device = error_flag.device
+        self._capture = CudaCapture(device) if device.type == "cuda" else capture_eagerly
+        self._rows, self._windows = row_buckets(slots), window_classes(max_window)
+        self._graphs: dict[tuple[int, int, bool], StepGraph] = {}
+
+    def get(self, rows: int, window: int, sampled: bool = False) -> StepGraph:
+        """The smallest graph for `rows` rows whose longest window has `window` tokens."""
+        row_bucket = self._rows[bisect_left(self._rows, rows)]
+        window_class = self._windows[bisect_left(self._windows, window)]
+        key = (row_bucket, window_class, sampled)
+        if key not in self._graphs:
+            self._graphs[key] = StepGraph(
+                self._executor, self._error_flag, row_bucket, window_class, self._capture, sampled=sampled
+            )
+        return self._graphs[key]

@@ -1,0 +1,210 @@
+"""Steps of one network: from rows on the host to logits, through a captured graph where the rows fit one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from replayssm.plugins.network import Network
+from replayssm.plugins.state import LayerState, allocate_state, raise_on_error
+from replayssm.runtime.cuda_graphs import Chosen, StepGraphs
+from replayssm.runtime.engine import Engine
+from replayssm.runtime.errors import InferenceError
+from replayssm.runtime.executor import Executor
+from replayssm.runtime.sampling import SamplingParams
+
+MakeExecutor = Callable[[Network, Mapping[str, LayerState]], Callable[[Mapping[str, torch.Tensor]], dict]]
+"""Makes what runs a network over its states: inputs by name in, outputs by public name out."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The next tokens of one slot, and whose logits are wanted: of the "last" token, of "all", or "none".
+
+    params: how a captured step chooses the tokens behind them; None takes the likeliest.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    logits: str = "last"
+    params: SamplingParams | None = None
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """Tokens for the draft head, which has no tentative windows of its own.
+
+    position: of the first token's *predecessor*: the pair (hidden state of p, token p + 1) is kept at p.
+    hidden_states: [len(tokens), hidden], of the predecessors.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    position: int
+    hidden_states: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outputs of a step. logits [R, vocab] (fp32) of the wanted tokens, hidden_states [T, hidden] of all.
+
+    chosen: what the step itself chose behind each of the R tokens, None where the caller has to. Logits of a captured
+    step are overwritten by the next step.
+    """
+
+    logits: torch.Tensor
+    hidden_states: torch.Tensor
+    logits_spans: tuple[slice, ...]
+    token_spans: tuple[slice, ...]
+    chosen: Chosen | None = field(default=None, kw_only=True)
+
+    def row_logits(self, row: int) -> torch.Tensor:
+        """Logits of one row, [1, vocab], [len(tokens), vocab] or [0, vocab]."""
+        return self.logits[self.logits_spans[row]]
+
+    def row_hidden_states(self, row: int) -> torch.Tensor:
+        """Hidden states [len(tokens), hidden] of one row."""
+        return self.hidden_states[self.token_spans[row]]
+
+
+class _GraphStepResult(StepResult):
+    """A step of a graph, whose outputs have gaps between rows; the R wanted logits are gathered when they are read."""
+
+    def __init__(
+        self,
+        outputs: tuple[torch.Tensor, torch.Tensor],
+        indices: list[int],
+        spans: tuple[tuple[slice, ...], tuple[slice, ...]],
+        chosen: Chosen,
+    ) -> None:
+        values = {"_outputs": outputs, "_indices": indices, "logits_spans": spans[0], "token_spans": spans[1]}
+        for name, value in {**values, "chosen": chosen}.items():
+            object.__setattr__(self, name, value)
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        logits = self._outputs[0]
+        if self._indices == list(range(logits.shape[0])):
+            return logits
+        return logits.index_select(0, torch.tensor(self._indices, dtype=torch.int64, device=logits.device))
+
+    @cached_property
+    def hidden_states(self) -> torch.Tensor:
+        """A copy, because drafters keep hidden states beyond the step."""
+        return self._outputs[1].clone()
+
+
+class Program:
+    """A network with its states and its executor.
+
+    graphs: run steps whose rows have at most max_window tokens through captured graphs.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        engine: Engine,
+        slots: int,
+        error_flag: torch.Tensor,
+        make_executor: MakeExecutor,
+        graphs: bool = False,
+    ) -> None:
+        settings, device = engine.manifest.replay, error_flag.device
+        self.states = {
+            name: allocate_state(spec.geometry, settings, slots, device, error_flag)
+            for name, spec in network.states.items()
+        }
+        self._device, self._error_flag, self._max_window = device, error_flag, settings.max_window
+        self.executor = make_executor(network, self.states)
+        self.graphs = StepGraphs(self.executor, error_flag, slots, settings.max_window) if graphs else None
+
+    def __call__(
+        self,
+        rows: Sequence[Row | DraftRow],
+        seq_lens: Sequence[int],
+        wanted: Sequence[str],
+        hidden_states: torch.Tensor | None = None,
+    ) -> StepResult:
+        """Run `rows`, whose windows begin at `seq_lens`. Raises InferenceError if an operator refused a row."""
+        if self.graphs is not None and all(len(row.tokens) <= self._max_window for row in rows):
+            return self._captured(rows, seq_lens, wanted)
+        lengths = [len(row.tokens) for row in rows]
+        starts = _running_sums(lengths)
+        indices, spans = _spans(starts, lengths, wanted)
+        inputs = {
+            "token_ids": self._tensor([token for row in rows for token in row.tokens], torch.int64),
+            "positions": self._tensor(
+                [seq_len + i for seq_len, length in zip(seq_lens, lengths, strict=True) for i in range(length)]
+            ),
+            "seq_lens": self._tensor(seq_lens),
+            "window_starts": self._tensor(starts),
+            "window_lens": self._tensor(lengths),
+            "state_batch_indices": self._tensor([row.slot for row in rows]),
+            "logits_indices": self._tensor(indices, torch.int64),
+        }
+        if hidden_states is not None:
+            inputs["hidden_states"] = hidden_states
+        outputs = self.executor(inputs)
+        self.check()
+        return StepResult(outputs["logits"], outputs["hidden_states"], *spans)
+
+    def check(self) -> None:
+        """InferenceError if an operator refused a row since the last check. Waits for the device."""
+        try:
+            raise_on_error(self._error_flag)
+        except RuntimeError as error:
+            raise InferenceError(
+                f"{error}; start again with a new session, and if it returns, rebuild the engine or report it"
+            ) from error
+
+    def _captured(self, rows: Sequence[Row], seq_lens: Sequence[int], wanted: Sequence[str]) -> StepResult:
+        lengths = [len(row.tokens) for row in rows]
+        params = [row.params or SamplingParams() for row in rows]
+        sampled = not all(row.is_greedy for row in params)
+        graph = self.graphs.get(len(rows), max(lengths), sampled)
+        graph.load([row.tokens for row in rows], seq_lens, [row.slot for row in rows], params if sampled else None)
+        graph.launch()
+        every, flag = graph.wait()
+        if flag:
+            self.check()
+        indices, spans = _spans([row * graph.window for row in range(len(rows))], lengths, wanted)
+        chosen = Chosen([every.tokens[i] for i in indices], [every.finite[i] for i in indices])
+        return _GraphStepResult((graph.logits, graph.hidden_states), indices, spans, chosen)
+
+    def _tensor(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+def executor_maker(engine: Engine, device: torch.device) -> MakeExecutor:
+    """What runs the networks of `engine`: plans, where it has them, or else PyTorch."""
+    if engine.has_plans:
+        from replayssm.runtime.plans import PlanRuntime
+
+        runtime = PlanRuntime(engine.directory, engine.manifest.target, device)
+        return lambda network, states: runtime.executor(network, states, engine.weights)
+    return lambda network, states: Executor(network, engine.weights, states, device, unpacked=engine.resident(device))
+
+
+def _running_sums(lengths: Sequence[int]) -> list[int]:
+    starts = [0]
+    for length in lengths[:-1]:
+        starts.append(starts[-1] + length)
+    return starts
+
+
+def _spans(
+    starts: Sequence[int], lengths: Sequence[int], wanted: Sequence[str]
+) -> tuple[list[int], tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """(tokens whose logits are wanted, (each row's span among them, each row's span among all tokens))."""
+    indices: list[int] = []
+    logits_spans, token_spans = [], []
+    for start, length, want in zip(starts, lengths, wanted, strict=True):
+        end = start + length
+        first = {"all": start, "last": end - 1, "none": end}[want]
+        logits_spans.append(slice(len(indices), len(indices) + end - first))
+        token_spans.append(slice(start, end))
+        indices.extend(range(first, end))
+    return indices, (tuple(logits_spans), tuple(token_spans))
