@@ -64,6 +64,8 @@ class BuildOptions:
     dtype: of activations and unquantised weights; "auto" takes the checkpoint's.
     u_format: None takes the pair of bf16 halves where activations have 16 bits, and "exact", of the same size, where
         they have more or the engine is serial-exact: there the pair's 2^-17 would be the largest error.
+    alias: of the tensorrt target: whether TensorRT is told that plugins update state in place, or only both names are
+        bound to one address.
     The other fields are those of `Limits` and `ReplaySettings`.
     """
 
@@ -77,6 +79,7 @@ class BuildOptions:
     dtype: str = "auto"
     u_format: str | None = None
     serial_exact: bool = False
+    alias: str = "declared"
 
     def limits(self, config: ModelConfig) -> Limits:
         max_seq_len = self.max_seq_len
@@ -124,6 +127,8 @@ def build_engine(
     """
     options = options or BuildOptions()
     _check_target(options.target)
+    if options.alias != "declared" and options.target != "tensorrt":
+        raise ValueError(f"alias {options.alias!r} is a choice of the tensorrt target, not of {options.target}")
     require_apart(Path(checkpoint), Path(output))
     opened = Checkpoint.open(checkpoint)
     config = opened.config
@@ -137,8 +142,9 @@ def build_engine(
         total = sum(recipe.nbytes for recipe in plan.values())
         _check_space(directory, total, Path(output).parent)
         _copy_files(Path(checkpoint), directory)
+        more = {"alias": options.alias} if options.target == "tensorrt" else {}
         kernels = TARGETS[options.target](
-            directory, networks, plan, opened.tensor, _cumulative(progress, total), limits, replay
+            directory, networks, plan, opened.tensor, _cumulative(progress, total), limits, replay, **more
         )
         manifest = EngineManifest(
             model=_describe_model(config, Path(checkpoint), traced.mtp is not None),

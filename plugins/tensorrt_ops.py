@@ -24,6 +24,7 @@ import importlib
 import inspect
 import json
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -160,6 +161,11 @@ def state_tensors(name: str, geometry: Geometry, settings: ReplaySettings, slots
     return {**parts, f"{name}.{ERROR_FLAG}": ("int32", (1,))}
 
 
+def output_tensor(public: str, inputs: Collection[str]) -> str:
+    """A plan's name of the network output `public`: names are unique, and draft heads take and give hidden states."""
+    return public + OUTPUT_SUFFIX if public in inputs else public
+
+
 def plugin_name(operator: str) -> str:
     """Name within NAMESPACE: the operator and 8 hexadecimal digits of its kernel's source."""
     return f"{operator}_{hashlib.sha256(kernel_source(operator).encode()).hexdigest()[:8]}"
@@ -205,7 +211,8 @@ def scalars(spec: PluginSpec, tokens: Any, rows: Any) -> list[Any]:
     """
     g, settings = spec.geometry, spec.settings
     strides = [prod(part.shape) for part in state_parts(g, settings)]
-    first, layer = [tokens, spec.slots, settings.max_seq_len], [spec.layer, *settings.rounding_scalars]
+    # A plugin embeds no prefill kernel, so its window kernel walks prefill rows itself.
+    first, layer = [tokens, spec.slots, settings.max_seq_len], [spec.layer, *settings.rounding_scalars, 0]
     if spec.operator == "mamba2_window":
         groups = g.ngroups * g.dstate
         return [*first, *layer, g.nheads * g.headdim, g.nheads, groups, groups, *strides]

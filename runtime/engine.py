@@ -17,7 +17,7 @@ from replayssm.plugins.network import Network
 from replayssm.plugins.state import torch_dtype
 from replayssm.runtime.network_check import check_network
 
-SUPPORTED_TARGETS = ("torch",)
+SUPPORTED_TARGETS = ("torch", "tensorrt", "tensorrt-rtx")
 
 
 @dataclass
@@ -25,7 +25,8 @@ class Engine:
     """A verified engine in memory.
 
     networks: "main" and, where the model has a draft head, "mtp".
-    weights: by name, memory-mapped from the engine's files; networks share them.
+    weights: by name, memory-mapped from the engine's files; networks share them. Plans hold their own: an engine of
+        them has only the weights that operators between plans read.
     """
 
     directory: Path
@@ -46,8 +47,8 @@ class Engine:
         manifest = read_manifest(directory)
         if manifest.target not in SUPPORTED_TARGETS:
             raise EngineDirectoryError(
-                f"{directory} was built for target {manifest.target!r}, whose plans this version does not run yet, "
-                f"only engines for {', '.join(SUPPORTED_TARGETS)}: rebuild it with --target torch"
+                f"{directory} was built for target {manifest.target!r}, this version runs engines for "
+                f"{', '.join(SUPPORTED_TARGETS)}: rebuild it"
             )
         verify_files(directory, manifest, verify)
         networks = _read_networks(directory / manifest.networks)
@@ -60,13 +61,19 @@ class Engine:
         weights: dict[str, torch.Tensor] = {}
         for name in manifest.weight_files:
             weights |= _read_weights(directory / name)
-        _check_weights(directory, networks, weights)
+        _check_weights(directory, networks, weights, manifest.target)
         return cls(directory, manifest, networks, weights)
 
     @property
     def has_plans(self) -> bool:
         """Whether TensorRT plans run the networks, with all slots and sizes that they were built for."""
         return self.manifest.target != "torch"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, those in plans included."""
+        plans = sum(entry.size for entry in self.manifest.files if entry.name.endswith(".plan"))
+        return plans + sum(tensor.nbytes for tensor in self.weights.values())
 
     def resident(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Weights as executors on `device` hold them, by name: sessions over one engine keep them once."""
@@ -134,9 +141,14 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
         raise EngineDirectoryError(f"{path} is not readable as safetensors ({error}): rebuild the engine") from error
 
 
-def _check_weights(directory: Path, networks: dict[str, Network], weights: dict[str, torch.Tensor]) -> None:
+def _check_weights(
+    directory: Path, networks: dict[str, Network], weights: dict[str, torch.Tensor], target: str
+) -> None:
     for network in networks.values():
+        between = {name for node in network.nodes if node.state is not None for name in node.inputs}
         for name, spec in network.weights.items():
+            if target == "tensorrt" or (target == "tensorrt-rtx" and name not in between):
+                continue
             weight = weights.get(name)
             if weight is None:
                 raise EngineDirectoryError(f"{directory} has no weight {name!r}: rebuild the engine")

@@ -58,6 +58,10 @@ def with_max_seq_len(engine: Engine, max_seq_len: int | None) -> Engine:
         return engine
     if not 2 <= max_seq_len <= limit:
         raise ValueError(f"max_seq_len must be between 2 and the engine's {limit}, got {max_seq_len}")
+    if engine.has_plans and max_seq_len != limit:
+        raise ValueError(
+            f"plans are compiled for their max_seq_len of {limit}: leave out --max-seq-len, or build the engine with it"
+        )
     settings = replace(engine.manifest.replay, max_seq_len=max_seq_len)
     limits = replace(engine.manifest.limits, max_seq_len=max_seq_len)
     return replace(engine, manifest=replace(engine.manifest, replay=settings, limits=limits))
@@ -79,7 +83,7 @@ def usable_bytes(
 ) -> int:
     """Memory for state: this share of what is free on `device` beside the weights."""
     engines = [engine] if draft_engine is None else [engine, draft_engine]
-    weights = sum(tensor.nbytes for each in engines for tensor in each.weights.values())
+    weights = sum(each.weight_bytes for each in engines)
     return int(max(free_bytes(device) - weights, 0) * fraction)
 
 
@@ -87,11 +91,17 @@ def slots_that_fit(engine: Engine, memory_bytes: int, wanted: int | None, draft_
     """Slots for a session: `wanted`, or as many as `memory_bytes` hold up to the engines' max_batch_size.
 
     A slot is admitted with its state and the attention cache of max_seq_len tokens, so that no request that has a slot
-    ever runs out of memory. Raises ValueError where not even one fits, or fewer than wanted.
+    ever runs out of memory. Raises ValueError where not even one fits, or fewer than wanted. Plans hold the state of
+    all their slots.
     """
     limit = min(each.manifest.limits.max_batch_size for each in (engine, draft_engine) if each is not None)
     size, cache = slot_bytes(engine, draft_engine)
     fitting = memory_bytes // size
+    if engine.has_plans and fitting < limit:
+        raise ValueError(
+            f"the plans hold the state of {limit} sequences, {limit * size / 1e9:.2f} GB, and "
+            f"{memory_bytes / 1e9:.2f} GB may be used: build them with a smaller --max-batch-size or --max-seq-len"
+        )
     if fitting < (wanted or 1):
         length = engine.manifest.replay.max_seq_len
         shorter = int((memory_bytes / (wanted or 1) - (size - cache)) * length / cache) if cache else 0

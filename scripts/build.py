@@ -29,7 +29,7 @@ from replayssm.plugins.contract import ACTIVATION_DTYPES, READOUT_DTYPES, STATE_
     type=click.Choice(["torch", "tensorrt", "tensorrt-rtx"]),
     default="torch",
     show_default=True,
-    help="What will run the engine: only torch runs in this version, the others compile plans.",
+    help="What will run the engine: PyTorch, or plans of TensorRT (on its GPU) or TensorRT-RTX (on any machine).",
 )
 @click.option("--max-batch-size", default=8, show_default=True, help="Sequences at the same time.")
 @click.option("--max-seq-len", type=int, help="Prompt and output of a sequence.  [default: the model's, up to 4096]")
@@ -54,6 +54,13 @@ from replayssm.plugins.contract import ACTIVATION_DTYPES, READOUT_DTYPES, STATE_
     default="auto",
     show_default=True,
     help="Activations and unquantized weights; auto takes the checkpoint's.",
+)
+@click.option(
+    "--alias",
+    type=click.Choice(["declared", "bound"]),
+    default="declared",
+    show_default=True,
+    help="Target tensorrt: tell it that kernels update state in place, or only bind both names to one address.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an engine that exists at the output.")
 def build(checkpoint: Path, output: Path, overwrite: bool, **options) -> None:

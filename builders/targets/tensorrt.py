@@ -1,7 +1,8 @@
 """The targets `tensorrt`, one plan per network, and `tensorrt-rtx`, a network cut at its stateful operators.
 
 `tensorrt` embeds our kernels as plugin layers and compiles on the GPU that will run the plan. This was written against
-NVIDIA's documentation and headers; no plan has been built with it yet.
+NVIDIA's documentation and headers; no plan has been built with it yet. A call of decoding, verifying and prefill rows
+runs once, by the profile that covers it: a plan after the other would read the weights twice.
 
 TensorRT-RTX has no plugin layers. It compiles on a machine without a GPU and finishes on the GPU that loads the plan.
 Every segment between two stateful operators is a plan; the weights of the stateful operators lie beside the plans.
@@ -28,19 +29,17 @@ import torch
 
 from replayssm.builders.parameters import WeightRecipe
 from replayssm.builders.targets import torch as torch_target
-from replayssm.builders.targets.tensorrt_layers import Layers, Profile, Tensor, load_module
+from replayssm.builders.targets.tensorrt_layers import Layers, Profile, Tensor
 from replayssm.builders.targets.tensorrt_operators import Lowering
 from replayssm.builders.targets.tensorrt_segments import Segment, cut
 from replayssm.plugins import tensorrt_ops
-from replayssm.plugins.contract import ReplaySettings, state_parts
+from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.manifest import Limits
 from replayssm.plugins.network import Network
 from replayssm.plugins.state import torch_dtype
-from replayssm.plugins.tensorrt_ops import PluginSpec
+from replayssm.plugins.tensorrt_ops import ALIASES, OUTPUT_SUFFIX, PLANS_FILE, PLANS_VERSION, PluginSpec, load_module
 
-PLANS_FILE = "plans.json"
 PLANS_FOLDER = "plans"
-PLANS_VERSION = 1
 PREFILL_TOKENS = 256
 """Tokens of one prefill chunk, as `runtime.session` cuts prompts."""
 
@@ -56,16 +55,21 @@ def write_tensorrt(
     progress: Progress,
     limits: Limits,
     replay: ReplaySettings,
+    alias: str = "declared",
 ) -> dict[str, str]:
     """Write one plan per network and their description below `directory`, for the GPU of this machine.
 
-    plan, read, progress: as for the torch target. Returns the plugins that are embedded, by operator.
+    plan, read, progress: as for the torch target. alias: whether TensorRT knows that state is updated in place.
+    Returns the plugins that are embedded, by operator.
     """
+    if alias not in ALIASES:
+        raise ValueError(f"alias must be one of {', '.join(ALIASES)}, got {alias!r}")
     module = load_module("tensorrt")
     trtp = importlib.import_module(f"{module.__name__}.plugin")
     require_dtype("tensorrt", replay.activation_dtype)
     arch, phases = _build_arch(), profiles(limits)
-    specs = {network.name: plugin_specs(network, replay, limits.max_batch_size, arch) for network in networks.values()}
+    slots = limits.max_batch_size
+    specs = {network.name: plugin_specs(network, replay, slots, arch, alias) for network in networks.values()}
     unpacked = formats_to_unpack(plan, arch)
     torch_target.write_networks(directory, networks)
     (directory / PLANS_FOLDER).mkdir()
@@ -85,7 +89,7 @@ def write_tensorrt(
         del layers
         described[network.name] = {"file": file, "aliases": aliases}
         report(set(network.weights), network.name)
-    _describe(directory, module, phases, described, {"arch": arch, "unpacked": unpacked})
+    _describe(directory, module, phases, described, {"alias": alias, "arch": arch, "unpacked": unpacked})
     return tensorrt_ops.register(trtp)
 
 
@@ -116,7 +120,9 @@ def formats_to_unpack(plan: Mapping[str, WeightRecipe], arch: int) -> tuple[str,
     return tuple(formats)
 
 
-def plugin_specs(network: Network, replay: ReplaySettings, slots: int, arch: int) -> dict[str, PluginSpec]:
+def plugin_specs(
+    network: Network, replay: ReplaySettings, slots: int, arch: int, alias: str = "declared"
+) -> dict[str, PluginSpec]:
     """What each stateful node's plugin is compiled for, by state name. UnsupportedGeometryError where none fits."""
     specs = {}
     for node in network.nodes:
@@ -126,7 +132,7 @@ def plugin_specs(network: Network, replay: ReplaySettings, slots: int, arch: int
         heads, scale = 0, 0.0
         if node.op == "attention_window":
             heads, scale = network.spec(node.inputs[0]).shape[1], node.attributes["scale"]
-        spec = PluginSpec(state.geometry, replay, slots, arch, state.layer, heads, scale)
+        spec = PluginSpec(state.geometry, replay, slots, arch, state.layer, heads, scale, alias)
         tensorrt_ops.kernel_config(spec)
         specs[node.state] = spec
     return specs
@@ -145,7 +151,7 @@ def emit_network(
     State parts are inputs "<state>.<part>" [slots, ...], error flags "<state>.error_flag" [1]; what a plugin writes in
     place is the output "<input>.out". Returns output -> input of those: a runtime binds both to one address.
     """
-    positions = max((spec.settings.max_seq_len for spec in specs.values()), default=1)
+    positions = max((_positions(spec.settings) for spec in specs.values()), default=1)
     lowering = Lowering(network, layers, read, positions, unpacked)
     read_inputs = {name for node in network.nodes for name in node.inputs}
     for name, spec in network.inputs.items():
@@ -157,25 +163,22 @@ def emit_network(
             lowering.emit([node])
             continue
         spec = specs[node.state]
-        parts = {
-            part.name: (part.dtype, (spec.slots, *part.shape)) for part in state_parts(spec.geometry, spec.settings)
-        }
-        parts[tensorrt_ops.ERROR_FLAG] = ("int32", (1,))
-        state = [layers.input(f"{node.state}.{name}", *described) for name, described in parts.items()]
+        parts = tensorrt_ops.state_tensors(node.state, spec.geometry, spec.settings, spec.slots)
+        state = [layers.input(name, *described) for name, described in parts.items()]
         own, rows = [lowering[name] for name in node.inputs[:-4]], [lowering[name] for name in node.inputs[-4:]]
         if node.op == "causal_conv1d_window" and not node.attributes["bias"]:
             dtype = torch_dtype(network.spec(node.inputs[1]).dtype)
             zeros = partial(torch.zeros, spec.geometry.conv_dim, dtype=dtype)
             own.append(lowering.once(("zeros", spec.geometry.conv_dim), zeros))
-        outputs = layers.plugin(plugin_call(spec, [*own, *state, *rows]), node.state)
+        outputs = layers.plugin(plugin_call(spec, [*own, *state, *rows]), node.state, spec.alias == "declared")
         lowering.values[node.outputs[0]] = outputs[0]
         for (name, described), value in zip(parts.items(), outputs[1:], strict=True):
-            public = f"{node.state}.{name}"
-            layers.output(f"{public}.out", value, *described)
-            aliases[f"{public}.out"] = public
+            layers.output(f"{name}{OUTPUT_SUFFIX}", value, *described)
+            aliases[f"{name}{OUTPUT_SUFFIX}"] = name
     for public, name in network.outputs.items():
         spec = network.spec(name)
-        layers.output(public, lowering.values[name], spec.dtype, spec.shape)
+        tensor = tensorrt_ops.output_tensor(public, network.inputs)
+        layers.output(tensor, lowering.values[name], spec.dtype, spec.shape)
     return aliases
 
 
@@ -283,9 +286,14 @@ def _once_per_weight(plan: Mapping[str, WeightRecipe], progress: Progress) -> Ca
     return report
 
 
+def _positions(replay: ReplaySettings) -> int:
+    """Rows of the rope tables: a window's padding tokens may lie behind the last position of a sequence."""
+    return replay.max_seq_len + replay.max_window
+
+
 def emit_segment(layers: Layers, network: Network, segment: Segment, read: Read, replay: ReplaySettings) -> None:
     """Emit a segment with its inputs and outputs into `layers`, under the names of the network's values."""
-    lowering = Lowering(network, layers, read, replay.max_seq_len)
+    lowering = Lowering(network, layers, read, _positions(replay))
     for name in segment.inputs:
         spec = network.spec(name)
         lowering.values[name] = layers.input(name, spec.dtype, spec.shape)

@@ -4,12 +4,11 @@ Both modules have the same classes and names. Their differences, and those betwe
 else: strong typing (a flag before 11), which precisions and attributes exist, and how a failure is reported. Neither
 package is imported before a build asks for it.
 
-dtypes are torch's names, plus "fp4" (two e2m1 elements a byte, the even one in the low nibble).
+dtypes are torch's names, plus "fp4" (`tensorrt_ops.DATA_TYPES`).
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,45 +17,14 @@ from typing import Any
 
 import torch
 
-MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
-OLDEST_VERSIONS = {"tensorrt": (10, 15), "tensorrt-rtx": (1, 5)}
-DATA_TYPES = {
-    "float32": "FLOAT",
-    "float16": "HALF",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "FP8",
-    "fp4": "FP4",
-    "int32": "INT32",
-    "int64": "INT64",
-    "bool": "BOOL",
-}
+from replayssm.plugins.tensorrt_ops import DATA_TYPES, load_module, version_of
+
+__all__ = ["Layers", "Profile", "Tensor", "load_module"]
+
 FP4_BLOCK = 16
 
 Tensor = Any
 """A tensor of the network under construction (`ITensor`)."""
-
-
-def load_module(target: str) -> ModuleType:
-    """The Python module behind a target; ValueError with the command that installs it where it is missing or old."""
-    install = f"pip install '.[{target}]' in the project's folder"
-    for name in MODULES[target]:
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            continue
-        version, oldest = version_of(module), OLDEST_VERSIONS[target]
-        if version < oldest:
-            raise ValueError(
-                f"the {target} target needs {name} {'.'.join(map(str, oldest))} or later, found {module.__version__}: "
-                f"{install}"
-            )
-        return module
-    raise ValueError(f"the {target} target needs the package {target}, which is not installed: {install}")
-
-
-def version_of(module: ModuleType) -> tuple[int, int]:
-    major, minor = module.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 @dataclass(frozen=True)
@@ -248,10 +216,11 @@ class Layers:
 
     # Plugins and compilation
 
-    def plugin(self, call: Any, name: str) -> list[Tensor]:
+    def plugin(self, call: Any, name: str, aliased: bool = True) -> list[Tensor]:
         """Outputs of a quickly deployable plugin with its ahead-of-time implementation; `call` is what
-        `tensorrt.plugin.op.<namespace>.<name>(...)` returned. Only TensorRT has plugins."""
-        self.aliases_inputs = True
+        `tensorrt.plugin.op.<namespace>.<name>(...)` returned. aliased: it declares that outputs share memory with
+        inputs. Only TensorRT has plugins."""
+        self.aliases_inputs |= aliased
         layer = self.network.add_plugin(call, aot=True)
         self._only(layer, name)
         layer.name = name
@@ -262,6 +231,10 @@ class Layers:
         config = self._builder.create_builder_config()
         # fp32 means fp32: TF32 would round a router's inputs to 10 bits.
         config.clear_flag(self.module.BuilderFlag.TF32)
+        # Auxiliary streams would let a plugin meet state that another stream still writes, and cost events in graphs.
+        config.max_aux_streams = 0
+        # Names of tensors in the plan: `replayssm check` looks there for copies of state.
+        config.profiling_verbosity = self.module.ProfilingVerbosity.DETAILED
         if self.aliases_inputs:
             config.set_preview_feature(self.module.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
         dynamic = {name: shape for name, shape in self._inputs.items() if any(isinstance(d, str) for d in shape)}

@@ -187,9 +187,9 @@ def test_newer_schema_and_foreign_target(copy):
     (copy / MANIFEST_NAME).write_text(json.dumps(newer))
     with pytest.raises(EngineDirectoryError, match="upgrade replayssm"):
         Engine.load(copy)
-    foreign = {**body, "target": "tensorrt"}
+    foreign = {**body, "target": "tpu"}
     (copy / MANIFEST_NAME).write_text(json.dumps({**foreign, "sha256": body_sha256(foreign)}))
-    with pytest.raises(EngineDirectoryError, match="built for target 'tensorrt'"):
+    with pytest.raises(EngineDirectoryError, match="built for target 'tpu'"):
         Engine.load(copy)
 
 

@@ -142,7 +142,7 @@ class EagerLayers:
         codes = nvfp4.encode(blocks / (block_scale.float() * scale).unsqueeze(-1))
         return Fp4(nvfp4.decode(codes).flatten(-2)), block_scale
 
-    def plugin(self, call, name):
+    def plugin(self, call, name, aliased=True):
         """call: (PluginSpec, tensors in its operator's order). State is updated in place, as by aliased outputs."""
         spec, tensors = call
         operator = OPERATORS[spec.operator]
