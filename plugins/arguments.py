@@ -18,8 +18,13 @@ Argument = torch.Tensor | int | None
 _INDEX_NAMES = ("seq_lens", "window_starts", "window_lens", "state_batch_indices")
 
 
-def mamba2_arguments(x, dt, B, C, A_log, D, dt_bias, state, index, layer, out) -> list[Argument]:
-    """Arguments of mamba2_window.cu or mamba2_serial.cu in the kernel's order; ValueError for what does not fit."""
+def mamba2_arguments(
+    x, dt, B, C, A_log, D, dt_bias, state, index, layer, out, skip_prefill: bool = False
+) -> list[Argument]:
+    """Arguments of mamba2_{window,prefill,serial}.cu in the kernel's order; ValueError for what does not fit.
+
+    skip_prefill: the window kernel leaves prefill rows to the prefill kernel.
+    """
     geometry, tokens = state.geometry, x.shape[0]
     H, P, N, G = geometry.nheads, geometry.headdim, geometry.dstate, geometry.ngroups
     inputs = (
@@ -29,11 +34,13 @@ def mamba2_arguments(x, dt, B, C, A_log, D, dt_bias, state, index, layer, out) -
         ("C", C, (tokens, G, N), 8),
     )
     constants = tuple((name, tensor, (H,)) for name, tensor in (("A_log", A_log), ("D", D), ("dt_bias", dt_bias)))
-    return _window_arguments(inputs, constants, state, index, layer, out, (tokens, H, P))
+    return _window_arguments(inputs, constants, state, index, layer, out, (tokens, H, P), skip_prefill)
 
 
-def gdn_arguments(q, k, v, a, b, A_log, dt_bias, state, index, layer, out) -> list[Argument]:
-    """Arguments of gdn_window.cu or gdn_serial.cu in the kernel's order; ValueError for what does not fit."""
+def gdn_arguments(
+    q, k, v, a, b, A_log, dt_bias, state, index, layer, out, skip_prefill: bool = False
+) -> list[Argument]:
+    """Arguments of gdn_{window,prefill,serial}.cu, as `mamba2_arguments`."""
     geometry, tokens = state.geometry, v.shape[0]
     Hk, Hv, dk, dv = geometry.num_k_heads, geometry.num_v_heads, geometry.head_k_dim, geometry.head_v_dim
     inputs = (
@@ -44,7 +51,7 @@ def gdn_arguments(q, k, v, a, b, A_log, dt_bias, state, index, layer, out) -> li
         ("b", b, (tokens, Hv), 1),
     )
     constants = tuple((name, tensor, (Hv,)) for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias)))
-    return _window_arguments(inputs, constants, state, index, layer, out, (tokens, Hv, dv))
+    return _window_arguments(inputs, constants, state, index, layer, out, (tokens, Hv, dv), skip_prefill)
 
 
 def conv_arguments(x, weight, bias, state, index, out) -> list[Argument]:
@@ -62,7 +69,7 @@ def conv_arguments(x, weight, bias, state, index, out) -> list[Argument]:
     return [x, weight, bias, ring, state.error_flag, *index, *scalars, out, ring, state.error_flag]
 
 
-def _window_arguments(inputs, constants, state, index, layer, out, out_shape) -> list[Argument]:
+def _window_arguments(inputs, constants, state, index, layer, out, out_shape, skip_prefill) -> list[Argument]:
     settings = state.settings
     act = torch_dtype(settings.activation_dtype)
     _check_index(index)
@@ -74,6 +81,8 @@ def _window_arguments(inputs, constants, state, index, layer, out, out_shape) ->
     parts = _parts(state)
     strides = [0 if part is None else part.stride(0) for part in parts]
     scalars = [out_shape[0], state.slots, settings.max_seq_len, layer, *settings.rounding_scalars]
+    if not (settings.is_baseline or settings.serial_exact):
+        scalars.append(int(skip_prefill))
     scalars += [tensor.stride(0) for _, tensor, _, _ in inputs] + strides
     return [
         *(tensor for _, tensor, _, _ in inputs),

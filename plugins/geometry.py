@@ -161,7 +161,7 @@ def window_config(
     if ahead_rows is None:
         ahead_rows = _ahead_rows(limits, min_ctas, blocks, count * columns * _state_bytes(settings))
     defines = {
-        **_geometry_defines(geometry),
+        **geometry_defines(geometry),
         "ROW_TILES": geometry.row_tiles,
         "CTA_ROWS": count,
         "BUFFER_LEN": settings.buffer_len,
@@ -294,7 +294,7 @@ def _ahead_rows(limits: Architecture, ctas_per_sm: int, blocks_per_row: int, til
     return ahead if ahead * blocks_per_row * tile_bytes <= limits.l2_mib << 19 else 0
 
 
-def _geometry_defines(geometry: Mamba2Geometry | GdnGeometry) -> dict[str, int]:
+def geometry_defines(geometry: Mamba2Geometry | GdnGeometry) -> dict[str, int]:
     if isinstance(geometry, Mamba2Geometry):
         return {
             "NHEADS": geometry.nheads,

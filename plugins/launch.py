@@ -10,7 +10,8 @@ does it.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 
@@ -24,6 +25,7 @@ from replayssm.plugins.arguments import (
 )
 from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError
 from replayssm.plugins.nvrtc import compile_kernel
+from replayssm.plugins.prefill_geometry import prefill_config_or_none
 from replayssm.plugins.state import LayerState
 
 
@@ -49,26 +51,10 @@ def mamba2_window(
     out: [T, H, P], dense; tokens without a row keep what they held. Allocated and zeroed if it is not given.
     config: a variant other than the layer's own, for measurements.
     """
-    config = config or geo.window_config(state.geometry, state.settings, device_arch(x.device))
     out = torch.zeros_like(x, memory_format=torch.contiguous_format) if out is None else out
-    launch(
-        config,
-        mamba2_arguments(
-            x,
-            dt,
-            B,
-            C,
-            A_log,
-            D,
-            dt_bias,
-            state,
-            (seq_lens, window_starts, window_lens, state_batch_indices),
-            layer,
-            out,
-        ),
-        x.device,
-        seq_lens.shape[0],
-    )
+    index = (seq_lens, window_starts, window_lens, state_batch_indices)
+    arguments = partial(mamba2_arguments, x, dt, B, C, A_log, D, dt_bias, state, index, layer, out)
+    _launch_window(state, x, seq_lens.shape[0], arguments, config)
     return out
 
 
@@ -90,27 +76,45 @@ def gdn_window(
     config: KernelConfig | None = None,
 ) -> torch.Tensor:
     """`reference.gdn_window` on a GPU; `out` [T, Hv, dv] and `config` as for `mamba2_window`."""
-    config = config or geo.window_config(state.geometry, state.settings, device_arch(v.device))
     out = torch.zeros_like(v, memory_format=torch.contiguous_format) if out is None else out
-    launch(
-        config,
-        gdn_arguments(
-            q,
-            k,
-            v,
-            a,
-            b,
-            A_log,
-            dt_bias,
-            state,
-            (seq_lens, window_starts, window_lens, state_batch_indices),
-            layer,
-            out,
-        ),
-        v.device,
-        seq_lens.shape[0],
-    )
+    index = (seq_lens, window_starts, window_lens, state_batch_indices)
+    arguments = partial(gdn_arguments, q, k, v, a, b, A_log, dt_bias, state, index, layer, out)
+    _launch_window(state, v, seq_lens.shape[0], arguments, config)
     return out
+
+
+def _launch_window(
+    state: LayerState,
+    packed: torch.Tensor,
+    rows: int,
+    arguments: Callable[..., list[Argument]],
+    config: KernelConfig | None,
+) -> None:
+    """The window kernel and, where a prefill row must be among the rows, the prefill kernel behind it.
+
+    The window kernel serves every row but those that it then leaves to the prefill kernel. It must run first: it finds
+    a prefill row invalid once that is folded.
+    """
+    arch = device_arch(packed.device)
+    config = config or geo.window_config(state.geometry, state.settings, arch)
+    prefill = prefill_kernel(state, packed.shape[0], rows, arch)
+    values = arguments(skip_prefill=prefill is not None)
+    launch(config, values, packed.device, rows)
+    if prefill is not None:
+        launch(prefill, values, packed.device, rows)
+
+
+def prefill_kernel(state: LayerState, tokens: int, rows: int, arch: int) -> KernelConfig | None:
+    """The prefill kernel of a call, None where the window kernel serves all of its rows.
+
+    Which rows are prefill is known on the device only. More packed tokens than `rows` windows can have prove that one
+    is, so decode and verify steps never pay for a second launch. Prefill rows that share a call with many idle or
+    shorter rows may stay below that and are walked token by token by the window kernel: the same result within
+    rounding, but slowly.
+    """
+    if tokens <= rows * state.settings.max_window:
+        return None
+    return prefill_config_or_none(state.geometry, state.settings, arch)
 
 
 def causal_conv1d_window(

@@ -57,8 +57,9 @@ gdn_window(
     const float* ring_g_in, const int* error_flag_in,
     // [rows]
     const int* seq_lens, const int* window_starts, const int* window_lens, const int* state_batch_indices,
-    int num_tokens, int num_slots, int max_seq_len, int layer, int q_stride, int k_stride, int v_stride, int a_stride,
-    int b_stride, int checkpoint_stride, int position_stride, int ring_k_stride, int ring_u_stride, int ring_g_stride,
+    int num_tokens, int num_slots, int max_seq_len, int layer, int skip_prefill, int q_stride, int k_stride,
+    int v_stride, int a_stride, int b_stride, int checkpoint_stride, int position_stride, int ring_k_stride,
+    int ring_u_stride, int ring_g_stride,
     // [T, Hv, dv] dense, then the state parts again: in place, written through these
     activation_t* o, state_t* checkpoint, int* position, activation_t* ring_k, u16* ring_u, float* ring_g,
     int* error_flag) {
@@ -120,6 +121,7 @@ gdn_window(
             write_zeros(row, output, HEADS * ROWS);
             return;
         }
+        if (skip_prefill) return;  // the row belongs to gdn_prefill.cu
         const SerialInputs inputs = {
             q + (long long)row.start * q_stride + k_column, k + (long long)row.start * k_stride + k_column,
             v + (long long)row.start * v_stride + v_column, a + (long long)row.start * a_stride + block.head,

@@ -39,8 +39,9 @@ mamba2_window(
     const float* ring_dt_in, const int* error_flag_in,
     // [rows]
     const int* seq_lens, const int* window_starts, const int* window_lens, const int* state_batch_indices,
-    int num_tokens, int num_slots, int max_seq_len, int layer, int x_stride, int dt_stride, int B_stride, int C_stride,
-    int checkpoint_stride, int position_stride, int ring_x_stride, int ring_B_stride, int ring_dt_stride,
+    int num_tokens, int num_slots, int max_seq_len, int layer, int skip_prefill, int x_stride, int dt_stride,
+    int B_stride, int C_stride, int checkpoint_stride, int position_stride, int ring_x_stride, int ring_B_stride,
+    int ring_dt_stride,
     // [T, H, P] dense, then the state parts again: in place, written through these
     activation_t* y, state_t* checkpoint, int* position, activation_t* ring_x, activation_t* ring_B, float* ring_dt,
     int* error_flag) {
@@ -77,6 +78,7 @@ mamba2_window(
             write_zeros(row, output, HEADS * ROWS);
             return;
         }
+        if (skip_prefill) return;  // the row belongs to mamba2_prefill.cu
         const SerialInputs inputs = {
             x + (long long)row.start * x_stride + block.head * ROWS + block.first_row,
             dt + (long long)row.start * dt_stride + block.head,

@@ -37,6 +37,12 @@ DEVICE u16 float_to_fp16(float value) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(value));
     return result;
 }
+// Two numbers rounded to bf16, the first in the low half.
+DEVICE u32 pack_bf16(float low, float high) {
+    u32 result;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+}
 DEVICE float fp16_to_float(u16 value) {
     float result;
     asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value));
@@ -109,11 +115,24 @@ DEVICE void load_matrix_x2(u32 (&r)[2], const void* row) {
                  : "r"(shared_address(row))
                  : "memory");
 }
+DEVICE void load_matrix_x4_transposed(u32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
 DEVICE void load_matrix_x2_transposed(u32 (&r)[2], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
                  : "=r"(r[0]), "=r"(r[1])
                  : "r"(shared_address(row))
                  : "memory");
+}
+
+// Transposes a matrix of 8 x 8 16-bit elements that the warp holds as the loads above give it.
+DEVICE u32 transpose_matrix(u32 word) {
+    u32 result;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(word));
+    return result;
 }
 
 // d[16 x 8] += a[16 x 16] b[16 x 8] with 16-bit operands. With g = lane / 4, t = lane % 4: d holds (g, 2t), (g, 2t+1),
@@ -153,5 +172,9 @@ DEVICE const T* computed(const T* pointer) {
     return pointer;
 }
 DEVICE void sync_threads() { __syncthreads(); }
+// The same for the `threads` threads that name `barrier` (1 to 15).
+DEVICE void sync_group(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void atomic_or(int* address, int value) { atomicOr(address, value); }

@@ -37,12 +37,23 @@ class Call:
 
 
 class Steps:
-    """A pool of slots and the positions of their sequences. `rows` rows a call, `strided` inputs are slices."""
+    """A pool of slots and the positions of their sequences. `rows` rows a call, `strided` inputs are slices.
+
+    longest_prefill: tokens that a prefill row may have beyond a window.
+    """
 
     def __init__(
-        self, geometry: Geometry, settings: ReplaySettings, slots: int = 6, rows: int = 4, seed: int = 0, device="cpu"
+        self,
+        geometry: Geometry,
+        settings: ReplaySettings,
+        slots: int = 6,
+        rows: int = 4,
+        seed: int = 0,
+        device="cpu",
+        longest_prefill: int = 20,
     ) -> None:
         self.geometry, self.settings, self.slots, self.rows = geometry, settings, slots, rows
+        self.longest_prefill = longest_prefill
         self.device = torch.device(device)
         self.dtype = torch_dtype(settings.activation_dtype)
         self.generator = torch.Generator().manual_seed(seed)
@@ -102,7 +113,7 @@ class Steps:
         slots = torch.randperm(self.slots, generator=self.generator)[: self.rows].tolist()
         lengths = [self.integer(1, limit) for _ in slots]
         if prefill and number % 5 == 3:
-            lengths[0] = limit + self.integer(1, 20)
+            lengths[0] = limit + self.integer(1, self.longest_prefill)
         if odd_rows and self.rows > 2:
             if number % 4 == 2:
                 slots[1] = -1
@@ -186,7 +197,8 @@ def assert_close(worst: dict[str, float], steps: Steps) -> None:
     "element": outputs are 16-bit; no element may be off by more than one rounding and 2e-3 of the outputs' size, which
     is what a flipped rounding of a 16-bit state amounts to; four times that for GDN, where a normalised q or k that
     rounds the other way (2^-8 of one of dk terms, the largest of which are some 16 times their mean) moves a whole
-    output. "out": all outputs together; few elements lie on a rounding boundary. fp32 states agree to a few ulp, but a
+    output. "out": all outputs together; few elements lie on a rounding boundary. fp32 states agree to a few ulp, or
+    after a chunked prefill to the 16 bits of mantissa that its matrix products keep of each term (2^-17 each); but a
     GDN prefill folds k, and few of its elements round the other way (2^-9 each); 16-bit states and rings differ by one
     ulp in few elements.
     """
@@ -195,7 +207,7 @@ def assert_close(worst: dict[str, float], steps: Steps) -> None:
     limits = {"element": 4.0 if gdn else 1.0, "out": 5e-4}
     limits |= {"ring_k": 1e-3, "ring_u": 1e-3, "ring_dt": 2e-7, "ring_g": 2e-7}
     for part in ("checkpoint", "snapshots"):
-        limits[part] = 5e-4 if not exact else 1e-4 if gdn else 2e-6
+        limits[part] = 5e-4 if not exact else 1e-4 if gdn else 1e-5
     for name, error in worst.items():
         assert error <= limits.get(name, 0.0), f"{name}: {error:.2e}, limit {limits.get(name, 0.0):.0e}"
 

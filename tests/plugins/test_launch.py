@@ -50,12 +50,12 @@ def test_order_is_inputs_scalars_outputs() -> None:
     state, inputs, out = allocate_state(MAMBA2, SETTINGS, 3), mamba2_inputs(), bf16(3, 4, 16)
     values = mamba2_arguments(inputs, state, out=out)
     kinds = "".join("s" if isinstance(value, int) else "p" for value in values)
-    assert kinds == "p" * 17 + "s" * 13 + "p" * 7
+    assert kinds == "p" * 17 + "s" * 14 + "p" * 7
     parts = [*state.tensors.values(), state.error_flag]
     assert all(a is b for a, b in zip(values[-6:], parts, strict=True))
     assert values[-7] is out
     scalars = [value for value in values if isinstance(value, int)]
-    assert scalars == [3, 3, 64, 7, 64, 4, 64, 64, *(part.stride(0) for part in state.tensors.values())]
+    assert scalars == [3, 3, 64, 7, 0, 64, 4, 64, 64, *(part.stride(0) for part in state.tensors.values())]
 
 
 def test_strided_tokens_pass_their_stride() -> None:
@@ -63,7 +63,7 @@ def test_strided_tokens_pass_their_stride() -> None:
     inputs["x"] = bf16(3, 200)[:, 16:80].unflatten(1, (4, 16))
     inputs["dt"] = bf16(3, 9)[:, 5:]
     scalars = [value for value in mamba2_arguments(inputs) if isinstance(value, int)]
-    assert scalars[4:6] == [200, 9]
+    assert scalars[5:7] == [200, 9]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_slots_may_be_strided() -> None:
     for name, tensor in state.tensors.items():
         state.tensors[name] = tensor[::2]
     scalars = [value for value in mamba2_arguments(mamba2_inputs(), state) if isinstance(value, int)]
-    assert scalars[8] == 2 * 4 * 16 * 32
+    assert scalars[9] == 2 * 4 * 16 * 32
 
 
 def test_serial_kernels_take_parts_of_both_modes() -> None:

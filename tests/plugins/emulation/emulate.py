@@ -10,7 +10,7 @@ import hashlib
 import re
 import subprocess
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -97,16 +97,29 @@ class Emulated:
     def mamba2_window(self, x, dt, B, C, A_log, D, dt_bias, state, *rest):
         *index, layer = rest
         out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        values = arguments.mamba2_arguments(x, dt, B, C, A_log, D, dt_bias, state, tuple(index), layer, out)
-        self._call(self._window_config(state), values, index[0].shape[0])
+        build = partial(arguments.mamba2_arguments, x, dt, B, C, A_log, D, dt_bias, state, tuple(index), layer, out)
+        self._call_window(state, x, index, build)
         return out
 
     def gdn_window(self, q, k, v, a, b, A_log, dt_bias, state, *rest):
         *index, layer = rest
         out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-        values = arguments.gdn_arguments(q, k, v, a, b, A_log, dt_bias, state, tuple(index), layer, out)
-        self._call(self._window_config(state), values, index[0].shape[0])
+        build = partial(arguments.gdn_arguments, q, k, v, a, b, A_log, dt_bias, state, tuple(index), layer, out)
+        self._call_window(state, v, index, build)
         return out
+
+    def _prefill_config(self, state, tokens: int, rows: int) -> KernelConfig | None:
+        return launch.prefill_kernel(state, tokens, rows, self.arch)
+
+    def _call_window(self, state, packed, index, build) -> None:
+        """As `launch` does it."""
+        rows = index[0].shape[0]
+        config = self._window_config(state)
+        prefill = self._prefill_config(state, packed.shape[0], rows)
+        values = build(skip_prefill=prefill is not None)
+        self._call(config, values, rows)
+        if prefill is not None:
+            self._call(prefill, values, rows)
 
     def causal_conv1d_window(self, x, weight, bias, state, *index):
         dtype = str(weight.dtype).removeprefix("torch.")

@@ -60,7 +60,7 @@ extern unsigned char* shared_memory;
 unsigned char* shared_memory;
 std::vector<Fiber> fibers;
 std::vector<Warp> warps;
-Rendezvous block_meeting;
+Rendezvous block_meeting, group_meetings[16];
 jmp_buf scheduler;
 int current, threads;
 std::function<void()> body;
@@ -89,6 +89,7 @@ inline void run_block() {
     for (Fiber& fiber : fibers) fiber.started = fiber.done = false, fiber.last_group = fiber.previous_group = 0, fiber.copies.clear();
     for (Warp& warp : warps) warp = Warp();
     block_meeting = Rendezvous();
+    for (Rendezvous& meeting : group_meetings) meeting = Rendezvous();
     bulk = {};
     std::vector<int> order(threads);
     std::iota(order.begin(), order.end(), 0);
@@ -167,6 +168,7 @@ DEVICE u16 float_to_bf16(float value) {
     if (value != value) return 0x7fff;
     return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+DEVICE u32 pack_bf16(float low, float high) { return (u32)float_to_bf16(low) | (u32)float_to_bf16(high) << 16; }
 DEVICE u16 float_to_fp16(float value) { const _Float16 h = (_Float16)value; u16 b; std::memcpy(&b, &h, 2); return b; }
 DEVICE float fp16_to_float(u16 bits) { _Float16 h; std::memcpy(&h, &bits, 2); return (float)h; }
 
@@ -238,7 +240,16 @@ inline void load_matrix(u32* r, const void* row) {
 }  // namespace emulation
 DEVICE void load_matrix_x4(u32 (&r)[4], const void* row) { emulation::load_matrix<4, false>(r, row); }
 DEVICE void load_matrix_x2(u32 (&r)[2], const void* row) { emulation::load_matrix<2, false>(r, row); }
+DEVICE void load_matrix_x4_transposed(u32 (&r)[4], const void* row) { emulation::load_matrix<4, true>(r, row); }
 DEVICE void load_matrix_x2_transposed(u32 (&r)[2], const void* row) { emulation::load_matrix<2, true>(r, row); }
+
+DEVICE u32 transpose_matrix(u32 word) {
+    return emulation::exchange("movmatrix", {word}, [](u32 (*in)[6], int lane) {
+        const int g = lane / 4, t = lane % 4;
+        auto element = [&](int i, int j) { return in[i * 4 + j / 2][0] >> 16 * (j % 2) & 0xffffu; };
+        return element(2 * t, g) | element(2 * t + 1, g) << 16;
+    });
+}
 
 template <int FORMAT>
 DEVICE void mma_16bit(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -297,5 +308,6 @@ DEVICE float shuffle_from(float value, int from) {
 template <class T>
 DEVICE const T* computed(const T* pointer) { return pointer; }
 DEVICE void sync_threads() { emulation::meet(emulation::block_meeting, emulation::threads); }
+DEVICE void sync_group(int barrier, int expected) { emulation::meet(emulation::group_meetings[barrier], expected); }
 DEVICE void sync_warp() { emulation::exchange("syncwarp", {0}, [](u32 (*)[6], int) { return 0; }); }
 DEVICE void atomic_or(int* address, int value) { *address |= value; }

@@ -1,0 +1,399 @@
+// Building blocks shared by the prefill kernels. A row's history (in the ring) and window are walked in chunks of CHUNK
+// tokens. One thread block owns CTA_ROWS rows of one head's state (see replay.cuh) for one row of the batch. Its first
+// warps hold 16 state rows each, in registers from the first chunk to the last; its last PREPARING_WARPS warps work one
+// chunk ahead and prepare what all rows of the head share: normalised tokens, decays and the products of tokens.
+//
+// Outputs are computed transposed, [state rows x tokens], so that everything a state warp computes (the state itself,
+// its products with tokens, u) is laid out as the first operand of the next matrix step and never leaves its registers.
+// Numbers that are no activations enter a matrix step as two bf16 halves (16 bits of mantissa), or as two tf32 halves
+// where activations are fp16; activations enter exactly. All sums are fp32.
+//
+// The operator's source defines HEADS, GROUPS, ROWS and COLUMNS; the build stamps in what replay.cuh needs and CHUNK,
+// STAGES (chunks of tokens in shared memory, 2 or 3) and PREPARING_WARPS.
+#pragma once
+#include "replay.cuh"
+
+constexpr int PREPARING_THREADS = PREPARING_WARPS * 32;
+constexpr int BLOCK_THREADS = THREADS + PREPARING_THREADS;
+constexpr int TOKEN_BLOCKS = CHUNK / 16;
+constexpr int TOKEN_TILES = CHUNK / 8;
+constexpr int COLUMN_TILES = COLUMNS / 8;
+constexpr int PAIR_BLOCKS = TOKEN_BLOCKS * (TOKEN_BLOCKS + 1) / 2;  // 16 queries x 16 tokens, lower triangle
+constexpr int FRAGMENTS = 2 * PAIR_BLOCKS;                          // 8 queries x 16 tokens
+constexpr int LANE_TOKENS = CHUNK / 32;                             // of the warp that scans a chunk
+constexpr bool SWIZZLED = COLUMNS % 64 == 0;
+constexpr int CHUNK_STRIDE = SWIZZLED ? COLUMNS : COLUMNS + 8;
+// A log decay below this is a decay of zero in fp32; the bound keeps sums of several finite.
+constexpr float LOWEST_LOG_DECAY = -128.f;
+
+static_assert(CHUNK % 32 == 0 && MAX_HISTORY <= CHUNK, "one warp scans a chunk; one chunk holds the history");
+static_assert(COLUMNS <= 128, "a lane holds 4 elements of every 8 columns in registers");
+
+#define BARRIER_CHUNK 1      // all threads, after each chunk
+#define BARRIER_PREPARING 2  // the preparing warps
+
+// What all state warps need to know of a chunk. Double buffered.
+struct Gates {
+    alignas(16) float entering[CHUNK];  // decay from the chunk's beginning to and including a token
+    alignas(16) float leaving[CHUNK];   // factor of a token in the state at the chunk's end
+#if CHUNK_BETA
+    alignas(16) float beta[CHUNK];
+#endif
+    alignas(16) float total;            // decay over the chunk
+};
+
+struct Chunk {
+    int index, valid;  // -1 is the history
+    DEVICE_MEMBER bool is_history() const { return index < 0; }
+};
+
+// Element `column` (a multiple of 8) of a token in shared memory; rows of one matrix load hit different banks.
+DEVICE activation_t* token_at(activation_t* tokens, int row, int column) {
+    if constexpr (SWIZZLED) return tokens + row * CHUNK_STRIDE + ((column / 8) ^ (row & 7)) * 8;
+    return tokens + row * CHUNK_STRIDE + column;
+}
+DEVICE const activation_t* token_at(const activation_t* tokens, int row, int column) {
+    return token_at((activation_t*)tokens, row, column);
+}
+
+// ------------------------------------------------------------------------------------------------ matrix operands
+
+// The two bf16 halves of each of two numbers.
+DEVICE void split_pair(float a, float b, u32& high, u32& low) {
+    high = pack_bf16(a, b);
+    low = pack_bf16(a - bf16_low(high), b - bf16_high(high));
+}
+
+// First operand [16 x 16] of numbers that are no activations; element order as in mma_16bit.
+struct Wide {
+#if ACTIVATION_FORMAT == FORMAT_BF16
+    u32 high[4], low[4];
+#else
+    float value[8];
+#endif
+};
+
+DEVICE Wide make_wide(float a0, float a1, float a2, float a3, float a4, float a5, float a6, float a7) {
+    Wide wide;
+#if ACTIVATION_FORMAT == FORMAT_BF16
+    split_pair(a0, a1, wide.high[0], wide.low[0]);
+    split_pair(a2, a3, wide.high[1], wide.low[1]);
+    split_pair(a4, a5, wide.high[2], wide.low[2]);
+    split_pair(a6, a7, wide.high[3], wide.low[3]);
+#else
+    wide.value[0] = a0, wide.value[1] = a1, wide.value[2] = a2, wide.value[3] = a3;
+    wide.value[4] = a4, wide.value[5] = a5, wide.value[6] = a6, wide.value[7] = a7;
+#endif
+    return wide;
+}
+// From two neighbouring accumulator tiles.
+DEVICE Wide make_wide(const float (&left)[4], const float (&right)[4]) {
+    return make_wide(left[0], left[1], left[2], left[3], right[0], right[1], right[2], right[3]);
+}
+
+// Second operand [16 tokens x 8 queries] of coefficients, as lanes hold it: for query g, tokens 2t, 2t+1, 2t+8, 2t+9.
+DEVICE uint4 make_fragment(float a0, float a1, float a2, float a3) {
+#if ACTIVATION_FORMAT == FORMAT_BF16
+    uint4 fragment;
+    split_pair(a0, a1, fragment.x, fragment.z);
+    split_pair(a2, a3, fragment.y, fragment.w);
+    return fragment;
+#else
+    return make_uint4(float_to_bits(a0), float_to_bits(a1), float_to_bits(a2), float_to_bits(a3));
+#endif
+}
+constexpr int fragment_index(int tile, int block) {
+    return ((tile / 2) * (tile / 2 + 1) / 2 + block) * 2 + tile % 2;
+}
+
+// d += a b over 16 values of k in two tf32 steps, in which slots t and t + 4 take the pair of lane t. EXACT_A: a holds
+// activations.
+DEVICE void accumulate_tf32(float (&d)[4], const float (&a)[8], const float (&b)[4], bool exact_a, bool exact_b) {
+#pragma unroll
+    for (int step = 0; step < 2; step++) {
+        const float* v = a + 4 * step;
+        const float b0 = b[2 * step], b1 = b[2 * step + 1];
+        const float h0 = tf32_high(v[0]), h1 = tf32_high(v[2]), h2 = tf32_high(v[1]), h3 = tf32_high(v[3]);
+        const float c0 = tf32_high(b0), c1 = tf32_high(b1);
+        mma_tf32(d, h0, h1, h2, h3, c0, c1);
+        if (!exact_a) mma_tf32(d, v[0] - h0, v[2] - h1, v[1] - h2, v[3] - h3, c0, c1);
+        if (!exact_b) mma_tf32(d, h0, h1, h2, h3, b0 - c0, b1 - c1);
+    }
+}
+
+// d += a b for N independent products. HALF 0 and 1: the high and low halves of a, so that a caller can put other
+// products between two that wait for each other.
+template <int HALF>
+DEVICE void accumulate(float (&d)[4], const Wide& a, u32 b0, u32 b1) {
+#if ACTIVATION_FORMAT == FORMAT_BF16
+    const u32(&half)[4] = HALF ? a.low : a.high;
+    mma_16bit<FORMAT_BF16>(d, half[0], half[1], half[2], half[3], b0, b1);
+#else
+    if (HALF) return;
+    const float b[4] = {activation_low(b0), activation_high(b0), activation_low(b1), activation_high(b1)};
+    accumulate_tf32(d, a.value, b, false, true);
+#endif
+}
+// a: activations; b: a fragment.
+DEVICE void accumulate_exact(float (&d)[4], const u32 (&a)[4], const uint4& b) {
+#if ACTIVATION_FORMAT == FORMAT_BF16
+    mma_16bit<FORMAT_BF16>(d, a[0], a[1], a[2], a[3], b.x, b.y);
+    mma_16bit<FORMAT_BF16>(d, a[0], a[1], a[2], a[3], b.z, b.w);
+#else
+    const float values[8] = {activation_low(a[0]), activation_high(a[0]), activation_low(a[1]), activation_high(a[1]),
+                             activation_low(a[2]), activation_high(a[2]), activation_low(a[3]), activation_high(a[3])};
+    const float fragment[4] = {bits_to_float(b.x), bits_to_float(b.y), bits_to_float(b.z), bits_to_float(b.w)};
+    accumulate_tf32(d, values, fragment, true, false);
+#endif
+}
+// Neither holds activations; the product of both low halves is below what either keeps.
+DEVICE void accumulate_wide(float (&d)[4], const Wide& a, const uint4& b) {
+#if ACTIVATION_FORMAT == FORMAT_BF16
+    mma_16bit<FORMAT_BF16>(d, a.high[0], a.high[1], a.high[2], a.high[3], b.x, b.y);
+    mma_16bit<FORMAT_BF16>(d, a.low[0], a.low[1], a.low[2], a.low[3], b.x, b.y);
+    mma_16bit<FORMAT_BF16>(d, a.high[0], a.high[1], a.high[2], a.high[3], b.z, b.w);
+#else
+    const float fragment[4] = {bits_to_float(b.x), bits_to_float(b.y), bits_to_float(b.z), bits_to_float(b.w)};
+    accumulate_tf32(d, a.value, fragment, false, false);
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------------ the state
+
+// Row of the warp's 16 that the first accumulator row g of a lane stands for; accumulator row g + 8 is two rows further.
+// A lane then holds rows 4t .. 4t + 3 of a token once its tiles are transposed, which is 8 bytes of its output.
+DEVICE int lane_row() {
+    const int g = threadIdx.x % 32 / 4;
+    return g / 2 * 4 + g % 2;
+}
+
+// `state` points at the warp's first row; `rows` of its 16 exist.
+DEVICE void load_state(float (&s)[COLUMN_TILES][4], const state_t* state, int rows, bool has_state) {
+    const int row = lane_row(), t = threadIdx.x % 4;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const bool valid = has_state && row + 2 * half < rows;
+        const state_t* from = state + (row + 2 * half) * COLUMNS + 2 * t;
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n++) {
+            float low = 0.f, high = 0.f;
+            if (valid) {
+                if constexpr (STATE_FORMAT == FORMAT_FP32) {
+                    const float2 pair = *(const float2*)(from + n * 8);
+                    low = pair.x, high = pair.y;
+                } else {
+                    const u32 pair = *(const u32*)(from + n * 8);
+                    low = state_to_float((state_t)(pair & 0xffffu)), high = state_to_float((state_t)(pair >> 16));
+                }
+            }
+            s[n][2 * half] = low, s[n][2 * half + 1] = high;
+        }
+    }
+}
+DEVICE void store_state(const float (&s)[COLUMN_TILES][4], state_t* state, int rows) {
+    const int row = lane_row(), t = threadIdx.x % 4;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (row + 2 * half >= rows) continue;
+        state_t* to = state + (row + 2 * half) * COLUMNS + 2 * t;
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n++) {
+            const float low = s[n][2 * half], high = s[n][2 * half + 1];
+            if constexpr (STATE_FORMAT == FORMAT_FP32)
+                *(float2*)(to + n * 8) = make_float2(low, high);
+            else
+                *(u32*)(to + n * 8) = (u32)float_to_state(low) | (u32)float_to_state(high) << 16;
+        }
+    }
+}
+
+// The state times all tokens of a chunk: d[n] += s . tokens of tile n, for N sets of tokens at once.
+template <int N>
+DEVICE void multiply_state(float (&d)[N][TOKEN_TILES][4], const float (&s)[COLUMN_TILES][4],
+                           const activation_t* const (&tokens)[N]) {
+    const int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, column = lane / 8 % 2 * 8;
+    constexpr int SETS = N == 1 && TOKEN_BLOCKS % 2 == 0 ? 2 : 1;  // blocks of 16 tokens at once
+#pragma unroll
+    for (int k = 0; k < COLUMNS / 16; k++) {
+        const Wide a = make_wide(s[2 * k], s[2 * k + 1]);
+#pragma unroll
+        for (int block = 0; block < TOKEN_BLOCKS; block += SETS) {
+            u32 b[N][SETS][4];
+#pragma unroll
+            for (int i = 0; i < N; i++)
+#pragma unroll
+                for (int j = 0; j < SETS; j++)
+                    load_matrix_x4(b[i][j], token_at(tokens[i], (block + j) * 16 + row, k * 16 + column));
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int i = 0; i < N; i++)
+#pragma unroll
+                    for (int j = 0; j < SETS; j++)
+#pragma unroll
+                        for (int m = 0; m < 2; m++)
+                            if (half)
+                                accumulate<1>(d[i][2 * (block + j) + m], a, b[i][j][2 * m], b[i][j][2 * m + 1]);
+                            else
+                                accumulate<0>(d[i][2 * (block + j) + m], a, b[i][j][2 * m], b[i][j][2 * m + 1]);
+        }
+    }
+}
+
+// s += values of 16 tokens (rows x tokens) . those tokens (`block` of the chunk).
+DEVICE void add_outer(float (&s)[COLUMN_TILES][4], const Wide& values, const activation_t* tokens, int block) {
+    const int lane = threadIdx.x % 32, row = block * 16 + lane % 16, column = lane / 16 * 8;
+    constexpr int SETS = COLUMNS % 32 == 0 ? 2 : 1;
+#pragma unroll
+    for (int c = 0; c < COLUMNS / 16; c += SETS) {
+        u32 b[SETS][4];
+#pragma unroll
+        for (int j = 0; j < SETS; j++) load_matrix_x4_transposed(b[j], token_at(tokens, row, (c + j) * 16 + column));
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int j = 0; j < SETS; j++)
+#pragma unroll
+                for (int m = 0; m < 2; m++)
+                    if (half)
+                        accumulate<1>(s[2 * (c + j) + m], values, b[j][2 * m], b[j][2 * m + 1]);
+                    else
+                        accumulate<0>(s[2 * (c + j) + m], values, b[j][2 * m], b[j][2 * m + 1]);
+    }
+}
+
+DEVICE void decay_state(float (&s)[COLUMN_TILES][4], float decay) {
+#pragma unroll
+    for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[n][i] *= decay;
+}
+
+// -------------------------------------------------------------------------------------------- values and outputs
+
+// The warp's 16 values of every token of a chunk: [token][row] in shared memory, tokens beyond the row's end are zero.
+// `values` points at (first token of the chunk, first row of the warp).
+DEVICE void values_copy_start(activation_t* shared, const activation_t* values, long long stride, int valid, int rows) {
+    for (int i = threadIdx.x % 32; i < 2 * CHUNK; i += 32) {
+        const int token = i / 2, row = i % 2 * 8;
+        const bool exists = token < valid && row < rows;
+        copy_async_16(shared + token * 16 + row, exists ? values + token * stride + row : values, exists);
+    }
+}
+// Words of a tile: tokens 2t, 2t+1 of accumulator rows g and g + 8.
+DEVICE void transposed_values(u32 (&words)[2], const activation_t* shared, int tile) {
+    const int lane = threadIdx.x % 32;
+    const uint2 pair = *(const uint2*)(shared + (tile * 8 + lane / 4) * 16 + lane % 4 * 4);
+    words[0] = transpose_matrix(pair.x), words[1] = transpose_matrix(pair.y);
+}
+// The same from the ring. `ring` points at the warp's first row of entry 0.
+DEVICE void transposed_history(u32 (&words)[2], const u16* ring, int first_entry, int entry_stride, int tile,
+                               int history, int rows) {
+    const int token = tile * 8 + threadIdx.x % 32 / 4, row = threadIdx.x % 4 * 4;
+    uint2 pair = make_uint2(0, 0);
+    if (token < history && row < rows)
+        pair = *(const uint2*)(ring + (long long)wrapped(first_entry + token) * entry_stride + row);
+    words[0] = transpose_matrix(pair.x), words[1] = transpose_matrix(pair.y);
+}
+
+// Stores outputs [rows x tokens] of a chunk. `output` points at (first token of the chunk, first row of the warp).
+DEVICE void store_outputs(const float (&d)[TOKEN_TILES][4], activation_t* output, int valid, int rows) {
+    const int lane = threadIdx.x % 32, row = lane % 4 * 4;
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++) {
+        const u32 upper = transpose_matrix((u32)float_to_activation(d[n][0]) | (u32)float_to_activation(d[n][1]) << 16);
+        const u32 lower = transpose_matrix((u32)float_to_activation(d[n][2]) | (u32)float_to_activation(d[n][3]) << 16);
+        const int token = n * 8 + lane / 4;
+        if (token < valid && row < rows)
+            *(uint2*)(output + (long long)token * (HEADS * ROWS) + row) = make_uint2(upper, lower);
+    }
+}
+
+// --------------------------------------------------------------------------------------------- the preparing warps
+
+// Copies rows of tokens to shared memory; zeros behind the last. Preparing warp w copies rows 16 w .. of each chunk of
+// PREPARING_WARPS * 16. `at(row)` is the address of a token.
+template <class At>
+DEVICE void tokens_copy_start(activation_t* shared, int valid, const At& at) {
+    constexpr int COPIES = COLUMNS / 8, WARP_TOKENS = CHUNK / PREPARING_WARPS;
+    const int lane = threadIdx.x % 32, first = ((int)threadIdx.x / 32 - WARPS) * WARP_TOKENS;
+#pragma unroll 4
+    for (int i = lane; i < WARP_TOKENS * COPIES; i += 32) {
+        const int row = first + i / COPIES, column = i % COPIES * 8;
+        const bool exists = row < valid;
+        copy_async_16(token_at(shared, row, column), at(exists ? row : 0) + column, exists);
+    }
+}
+
+// A running sum of log decays in two parts, so that differences of two of them are as exact as short sums.
+struct Sum {
+    float high, low;
+};
+DEVICE Sum add(const Sum& a, const Sum& b) {
+    const float high = a.high + b.high, part = high - a.high;
+    const float low = (a.high - (high - part)) + (b.high - part) + a.low + b.low;
+    return {high, low};
+}
+DEVICE float difference(const Sum& a, const Sum& b) { return (a.high - b.high) + (a.low - b.low); }
+
+// Decays of a chunk; one warp calls it, lane l with the log decays of tokens l * LANE_TOKENS .. Tokens that do not exist
+// have 0. `scale` are the factors of the tokens in `leaving` besides their decay.
+DEVICE void scan_chunk(Gates& gates, Sum* prefix, const float (&log_decay)[LANE_TOKENS],
+                       const float (&scale)[LANE_TOKENS]) {
+    const int lane = threadIdx.x % 32;
+    Sum sums[LANE_TOKENS];
+#pragma unroll
+    for (int i = 0; i < LANE_TOKENS; i++) {
+        // Written so that NaN stays NaN.
+        const float bounded = log_decay[i] < LOWEST_LOG_DECAY ? LOWEST_LOG_DECAY : log_decay[i];
+        sums[i] = {bounded, 0.f};
+        if (i) sums[i] = add(sums[i - 1], sums[i]);
+    }
+    Sum scanned = sums[LANE_TOKENS - 1];
+#pragma unroll
+    for (int delta = 1; delta < 32; delta *= 2) {
+        const Sum before = {shuffle_up(scanned.high, delta), shuffle_up(scanned.low, delta)};
+        if (lane >= delta) scanned = add(before, scanned);
+    }
+    const Sum total = {shuffle_from(scanned.high, 31), shuffle_from(scanned.low, 31)};
+    Sum before = {shuffle_up(scanned.high, 1), shuffle_up(scanned.low, 1)};
+    if (lane == 0) before = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < LANE_TOKENS; i++) {
+        const int token = lane * LANE_TOKENS + i;
+        const Sum sum = add(before, sums[i]);
+        prefix[token] = sum;
+        gates.entering[token] = decay_of(sum.high + sum.low);
+        gates.leaving[token] = scale[i] * decay_of(difference(total, sum));
+    }
+    if (lane == 0) gates.total = decay_of(total.high + total.low);
+}
+
+// Block `index` of the lower triangle, the diagonal first.
+struct PairBlock {
+    int queries, tokens;  // blocks of 16
+};
+DEVICE PairBlock pair_block(int index) {
+    if (index < TOKEN_BLOCKS) return {index, index};
+    int queries = 1, rest = index - TOKEN_BLOCKS;
+    while (rest >= queries) rest -= queries++;
+    return {queries, rest};
+}
+
+// Lane addresses of a first operand (16 rows of tokens) and of the second operands of two tiles (16 rows of tokens).
+DEVICE const activation_t* first_operand(const activation_t* tokens, int block, int column) {
+    const int lane = threadIdx.x % 32;
+    return token_at(tokens, block * 16 + lane % 16, column + lane / 16 * 8);
+}
+DEVICE const activation_t* second_operand(const activation_t* tokens, int block, int column) {
+    const int lane = threadIdx.x % 32;
+    return token_at(tokens, block * 16 + lane / 16 * 8 + lane % 8, column + lane / 8 % 2 * 8);
+}
+
+// Stores the fragments of one block of pairs: `values[m][i]` is accumulator i of token tile m.
+DEVICE void store_fragments(uint4* fragments, const PairBlock& block, const float (&values)[2][4]) {
+    const int lane = threadIdx.x % 32;
+    uint4* at = fragments + ((block.queries * (block.queries + 1) / 2 + block.tokens) * 2) * 32 + lane;
+    at[0] = make_fragment(values[0][0], values[0][1], values[1][0], values[1][1]);
+    at[32] = make_fragment(values[0][2], values[0][3], values[1][2], values[1][3]);
+}

@@ -1,0 +1,374 @@
+// Gated DeltaNet over long (prefill) rows, in chunks on tensor cores: folds the history and the window into the
+// checkpoint and appends nothing to the ring. Rows of at most MAX_WINDOW tokens, padding and invalid rows belong to
+// gdn_window.cu; blocks of such rows end at once. See chunk.cuh and plugins/reference/gdn.py.
+//
+// Per chunk, with S the state before it, G the sums of g within it and L the strict lower triangle
+// L_ij = beta_i e^{G_i - G_j} (k_i . k_j), the u of all tokens solve (I + L) u = r, r_i = beta_i (v_i - e^{G_i} S k_i).
+// The system is solved by forward substitution over blocks of 16 tokens, whose own triangles the preparing warps invert.
+//
+// Stamped in: as for gdn_window.cu, and CHUNK, STAGES, PREPARING_WARPS.
+#define CHUNK_BETA 1
+#include "gdn_window.cuh"
+#include "chunk.cuh"
+
+struct Shared {
+    alignas(128) activation_t k[STAGES][CHUNK * CHUNK_STRIDE];
+    alignas(128) activation_t q[STAGES][CHUNK * CHUNK_STRIDE];
+    alignas(16) uint4 scores[2][FRAGMENTS * 32];  // decay and q . k of pairs of tokens
+    alignas(16) uint4 solve[2][FRAGMENTS * 32];   // -L between blocks, inverses of I + L within them
+    alignas(16) activation_t v[WARPS][CHUNK * 16];
+    Gates gates[2];
+    Sum prefix[CHUNK];  // of the preparing warps
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/prefill_geometry.py computes the dynamic shared memory");
+
+// What the threads of a block know of its row.
+struct Inputs {
+    const activation_t *q, *k, *v, *a, *b;  // of the row's first token
+    long long q_stride, k_stride, v_stride, a_stride, b_stride;
+    const activation_t* ring_k;  // of the slot's entry 0
+    const u16* ring_u;
+    const float* ring_g;
+    int history, first_entry, length, chunks;
+    float A, dt_bias;
+    DEVICE_MEMBER Chunk chunk(int index) const {
+        const int rest = length - index * CHUNK;
+        return {index, index < 0 ? history : rest < CHUNK ? rest : CHUNK};
+    }
+};
+
+DEVICE void load_tokens(Shared& shared, const Inputs& in, const Chunk& chunk, int stage) {
+    if (chunk.is_history()) {
+        tokens_copy_start(shared.k[stage], chunk.valid, [&](int row) {
+            return in.ring_k + (long long)wrapped(in.first_entry + row) * (GROUPS * COLUMNS);
+        });
+    } else {
+        const long long first = (long long)chunk.index * CHUNK;
+        tokens_copy_start(shared.k[stage], chunk.valid, [&](int row) { return in.k + (first + row) * in.k_stride; });
+        tokens_copy_start(shared.q[stage], chunk.valid, [&](int row) { return in.q + (first + row) * in.q_stride; });
+    }
+}
+
+// L2-normalises the rows of tokens that the warp has copied, in place, and rounds them to the activation format.
+DEVICE void normalize_tokens(activation_t* tokens) {
+    constexpr int COPIES = COLUMNS / 8, WARP_TOKENS = CHUNK / PREPARING_WARPS;
+    constexpr int LANES = COPIES > 8 ? 16 : COPIES > 4 ? 8 : COPIES > 2 ? 4 : 2;  // of one row
+    const int lane = threadIdx.x % 32, first = ((int)threadIdx.x / 32 - WARPS) * WARP_TOKENS;
+    const bool exists = lane % LANES < COPIES;
+#pragma unroll 4
+    for (int i = 0; i < WARP_TOKENS; i += 32 / LANES) {
+        uint4* at = (uint4*)token_at(tokens, first + i + lane / LANES, (exists ? lane % LANES : 0) * 8);
+        const uint4 packed = *at;
+        u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+        float sum = 0.f;
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            sum += activation_low(words[e]) * activation_low(words[e]) +
+                   activation_high(words[e]) * activation_high(words[e]);
+        if (!exists) sum = 0.f;
+#pragma unroll
+        for (int mask = LANES / 2; mask; mask /= 2) sum += shuffle_xor(sum, mask);
+        const float scale = rsqrtf(sum + L2_NORM_EPS);
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            words[e] = (u32)float_to_activation(activation_low(words[e]) * scale) |
+                       (u32)float_to_activation(activation_high(words[e]) * scale) << 16;
+        if (exists) *at = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+}
+
+struct RawGates {
+    float a[LANE_TOKENS], b[LANE_TOKENS];  // of the history: g and nothing
+};
+
+DEVICE void load_gates(RawGates& raw, const Inputs& in, const Chunk& chunk) {
+#pragma unroll
+    for (int i = 0; i < LANE_TOKENS; i++) {
+        const int token = threadIdx.x % 32 * LANE_TOKENS + i;
+        raw.a[i] = raw.b[i] = 0.f;
+        if (token >= chunk.valid) continue;
+        if (chunk.is_history()) {
+            raw.a[i] = in.ring_g[wrapped(in.first_entry + token) * HEADS];
+        } else {
+            const long long at = (long long)chunk.index * CHUNK + token;
+            raw.a[i] = activation_to_float(in.a[at * in.a_stride]);
+            raw.b[i] = activation_to_float(in.b[at * in.b_stride]);
+        }
+    }
+}
+
+DEVICE void compute_gates(Shared& shared, const Inputs& in, const Chunk& chunk, const RawGates& raw) {
+    Gates& gates = shared.gates[chunk.index & 1];
+    float g[LANE_TOKENS], exists[LANE_TOKENS];
+#pragma unroll
+    for (int i = 0; i < LANE_TOKENS; i++) {
+        const int token = threadIdx.x % 32 * LANE_TOKENS + i;
+        const bool valid = token < chunk.valid;
+        exists[i] = valid ? 1.f : 0.f;
+        g[i] = !valid ? 0.f : chunk.is_history() ? raw.a[i] : in.A * softplus(raw.a[i] + in.dt_bias);
+        gates.beta[token] = valid ? sigmoid(raw.b[i]) : 0.f;
+    }
+    scan_chunk(gates, shared.prefix, g, exists);
+}
+
+// Inverts the unit lower triangle whose strict part a warp left as fp32 [16][16] in `triangle`; the result takes its place
+// as two fragments. Lane l and lane l + 16 compute column l.
+DEVICE void invert_triangle(uint4* fragments) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, column = lane % 16;
+    float* triangle = (float*)fragments;
+    float inverse[16];
+    sync_warp();
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        float sum = i == column ? 1.f : 0.f;
+#pragma unroll
+        for (int j = 0; j < i; j += 4) {
+            const float4 row = *(const float4*)(triangle + i * 16 + j);
+            sum -= row.x * inverse[j];
+            if (j + 1 < i) sum -= row.y * inverse[j + 1];
+            if (j + 2 < i) sum -= row.z * inverse[j + 2];
+            if (j + 3 < i) sum -= row.w * inverse[j + 3];
+        }
+        inverse[i] = sum;
+    }
+    sync_warp();
+    if (lane < 16) {
+#pragma unroll
+        for (int i = 0; i < 16; i++) triangle[i * 16 + column] = inverse[i];
+    }
+    sync_warp();
+    float values[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const float2 pair = *(const float2*)(triangle + (g + 8 * half) * 16 + 8 * m + 2 * t);
+            values[m][2 * half] = pair.x, values[m][2 * half + 1] = pair.y;
+        }
+    sync_warp();
+    fragments[lane] = make_fragment(values[0][0], values[0][1], values[1][0], values[1][1]);
+    fragments[32 + lane] = make_fragment(values[0][2], values[0][3], values[1][2], values[1][3]);
+}
+
+DEVICE void compute_scores(Shared& shared, const Chunk& chunk, int stage, int index) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const PairBlock block = pair_block(index);
+    const Gates& gates = shared.gates[chunk.index & 1];
+    float with_q[2][4] = {}, with_k[2][4] = {};
+#pragma unroll
+    for (int column = 0; column < COLUMNS; column += 16) {
+        u32 q[4], k[4], b[4];
+        load_matrix_x4(q, first_operand(shared.q[stage], block.queries, column));
+        load_matrix_x4(k, first_operand(shared.k[stage], block.queries, column));
+        load_matrix_x4(b, second_operand(shared.k[stage], block.tokens, column));
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            mma_16bit<ACTIVATION_FORMAT>(with_q[m], q[0], q[1], q[2], q[3], b[2 * m], b[2 * m + 1]);
+            mma_16bit<ACTIVATION_FORMAT>(with_k[m], k[0], k[1], k[2], k[3], b[2 * m], b[2 * m + 1]);
+        }
+    }
+    const bool diagonal = block.queries == block.tokens;
+    uint4* solve = shared.solve[chunk.index & 1];
+    float* triangle = (float*)(solve + (block.queries * (block.queries + 1) / 2 + block.tokens) * 64);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int query = block.queries * 16 + g + 8 * half;
+        const Sum until = shared.prefix[query];
+        const float beta = gates.beta[query];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int token = block.tokens * 16 + i / 2 * 8 + 2 * t + i % 2, e = 2 * half + i % 2;
+            const float decay = decay_of(difference(until, shared.prefix[token]));
+            with_q[i / 2][e] = token > query ? 0.f : QUERY_SCALE * decay * with_q[i / 2][e];
+            const float lower = token < query ? beta * decay * with_k[i / 2][e] : 0.f;
+            with_k[i / 2][e] = -lower;
+            if (diagonal) triangle[(g + 8 * half) * 16 + token % 16] = lower;
+        }
+    }
+    store_fragments(shared.scores[chunk.index & 1], block, with_q);
+    if (diagonal)
+        invert_triangle((uint4*)triangle);
+    else
+        store_fragments(solve, block, with_k);
+}
+
+// The preparing warps' part: chunk i + 1 while the state warps are at chunk i.
+DEVICE void prepare(Shared& shared, const Inputs& in, int first) {
+    const int warp = threadIdx.x / 32 - WARPS, last = in.chunks - 1;
+    RawGates raw = {}, raw_after = {};
+    if (warp == 0) load_gates(raw, in, in.chunk(first));
+    if (STAGES > 2) {
+        load_tokens(shared, in, in.chunk(first), 0);
+        copy_async_commit();
+    }
+    for (int i = first - 1; i <= last; i++) {
+        const int ahead = i + STAGES - 1;
+        if (ahead <= last) load_tokens(shared, in, in.chunk(ahead), (ahead - first) % STAGES);
+        copy_async_commit();
+        if (i < last) {
+            const Chunk chunk = in.chunk(i + 1);
+            const int stage = (chunk.index - first) % STAGES;
+            if (warp == 0) {
+                if (i + 1 < last) load_gates(raw_after, in, in.chunk(i + 2));
+                compute_gates(shared, in, chunk, raw);
+                raw = raw_after;
+            }
+            if (STAGES > 2)
+                copy_async_wait_but_last();
+            else
+                copy_async_wait();
+            if (!chunk.is_history()) {
+                sync_warp();
+                normalize_tokens(shared.k[stage]);
+                normalize_tokens(shared.q[stage]);
+            }
+            sync_group(BARRIER_PREPARING, PREPARING_THREADS);
+            if (!chunk.is_history())
+                for (int index = warp; index < PAIR_BLOCKS; index += PREPARING_WARPS)
+                    compute_scores(shared, chunk, stage, index);
+        }
+        sync_group(BARRIER_CHUNK, BLOCK_THREADS);
+    }
+}
+
+// r [rows x tokens] becomes u, and o gains what the chunk's own tokens add to their outputs.
+DEVICE void substitute(float (&r)[TOKEN_TILES][4], float (&o)[TOKEN_TILES][4], const uint4* solve, const uint4* scores) {
+#pragma unroll
+    for (int block = 0; block < TOKEN_BLOCKS; block++) {
+        const Wide rest = make_wide(r[2 * block], r[2 * block + 1]);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            float u[4] = {};
+            accumulate_wide(u, rest, solve[fragment_index(2 * block + m, block) * 32]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) r[2 * block + m][i] = u[i];
+        }
+        const Wide u = make_wide(r[2 * block], r[2 * block + 1]);
+#pragma unroll
+        for (int n = 2 * block + 2; n < TOKEN_TILES; n++)
+            accumulate_wide(r[n], u, solve[fragment_index(n, block) * 32]);
+#pragma unroll
+        for (int n = 2 * block; n < TOKEN_TILES; n++)
+            accumulate_wide(o[n], u, scores[fragment_index(n, block) * 32]);
+    }
+}
+
+// u of the history, [rows x tokens].
+DEVICE void load_history_u(float (&u)[TOKEN_TILES][4], const Inputs& in, int rows) {
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) u[n][i] = 0.f;
+#pragma unroll
+        for (int plane = 0; plane < U_PLANES; plane++) {
+            u32 words[2];
+            transposed_history(words, in.ring_u + plane * ROWS, in.first_entry, HEADS * U_PLANES * ROWS, n, in.history,
+                               rows);
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                u[n][2 * half] += bf16_low(words[half]), u[n][2 * half + 1] += bf16_high(words[half]);
+        }
+    }
+}
+
+// A state warp's part: 16 rows of the state over all chunks. `output` points at the warp's first row.
+DEVICE void walk(Shared& shared, const Inputs& in, int first, float (&s)[COLUMN_TILES][4], activation_t* output,
+                 int rows) {
+    const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
+    activation_t* own_v = shared.v[warp];
+    values_copy_start(own_v, in.v, in.v_stride, in.chunk(0).valid, rows);
+    sync_group(BARRIER_CHUNK, BLOCK_THREADS);
+    for (int i = first; i < in.chunks; i++) {
+        const Chunk chunk = in.chunk(i);
+        const Gates& gates = shared.gates[i & 1];
+        const int stage = (i - first) % STAGES;
+        float products[2][TOKEN_TILES][4] = {};  // of S with k, later u, and of S with q, later o
+        float(&u)[TOKEN_TILES][4] = products[0];
+        float(&o)[TOKEN_TILES][4] = products[1];
+        if (chunk.is_history()) {
+            load_history_u(u, in, rows);
+        } else {
+            const activation_t* const tokens[2] = {shared.k[stage], shared.q[stage]};
+            multiply_state<2>(products, s, tokens);
+            copy_async_wait();
+            sync_warp();
+#pragma unroll
+            for (int n = 0; n < TOKEN_TILES; n++) {
+                const float2 decay = *(const float2*)(gates.entering + n * 8 + 2 * t);
+                const float2 beta = *(const float2*)(gates.beta + n * 8 + 2 * t);
+                u32 v[2];
+                transposed_values(v, own_v, n);
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    u[n][2 * half] = beta.x * (activation_low(v[half]) - decay.x * u[n][2 * half]);
+                    u[n][2 * half + 1] = beta.y * (activation_high(v[half]) - decay.y * u[n][2 * half + 1]);
+                    o[n][2 * half] *= QUERY_SCALE * decay.x;
+                    o[n][2 * half + 1] *= QUERY_SCALE * decay.y;
+                }
+            }
+            sync_warp();
+            if (i + 1 < in.chunks)
+                values_copy_start(own_v, in.v + (long long)(i + 1) * CHUNK * in.v_stride, in.v_stride,
+                                  in.chunk(i + 1).valid, rows);
+            const int lane = threadIdx.x % 32;
+            substitute(u, o, shared.solve[i & 1] + lane, shared.scores[i & 1] + lane);
+            store_outputs(o, output + (long long)i * CHUNK * (HEADS * ROWS), chunk.valid, rows);
+        }
+        decay_state(s, gates.total);
+#pragma unroll
+        for (int block = 0; block < TOKEN_BLOCKS; block++) {
+            const float2 low = *(const float2*)(gates.leaving + block * 16 + 2 * t);
+            const float2 high = *(const float2*)(gates.leaving + block * 16 + 8 + 2 * t);
+            const float(&left)[4] = u[2 * block];
+            const float(&right)[4] = u[2 * block + 1];
+            add_outer(s,
+                      make_wide(low.x * left[0], low.y * left[1], low.x * left[2], low.y * left[3], high.x * right[0],
+                                high.y * right[1], high.x * right[2], high.y * right[3]),
+                      shared.k[stage], block);
+        }
+        sync_group(BARRIER_CHUNK, BLOCK_THREADS);
+    }
+}
+
+KERNEL(BLOCK_THREADS, MIN_CTAS)
+gdn_prefill(
+    // as in gdn_window.cu
+    const activation_t* q, const activation_t* k, const activation_t* v, const activation_t* a, const activation_t* b,
+    const float* A_log, const float* dt_bias, const state_t* checkpoint_in, const int* position_in,
+    const activation_t* ring_k_in, const u16* ring_u_in, const float* ring_g_in, const int* error_flag_in,
+    const int* seq_lens, const int* window_starts, const int* window_lens, const int* state_batch_indices,
+    int num_tokens, int num_slots, int max_seq_len, int layer, int skip_prefill, int q_stride, int k_stride,
+    int v_stride, int a_stride, int b_stride, int checkpoint_stride, int position_stride, int ring_k_stride,
+    int ring_u_stride, int ring_g_stride, activation_t* o, state_t* checkpoint, int* position, activation_t* ring_k,
+    u16* ring_u, float* ring_g, int* error_flag) {
+    DYNAMIC_SHARED(memory);
+    Shared& shared = *(Shared*)memory;
+    const int warp = threadIdx.x / 32;
+    const Block block = this_block();
+    const Row row = read_row(blockIdx.y, seq_lens, window_starts, window_lens, state_batch_indices, num_tokens,
+                             num_slots, max_seq_len, position_in + block.tile, position_stride, MAX_HISTORY);
+    if (!row.active || row.length <= MAX_WINDOW) return;
+    const long long slot = row.slot, start = row.start;
+    const int own_row = block.first_row + (warp < WARPS ? warp * 16 : 0);
+    const int k_column = block.group * COLUMNS, v_column = block.head * ROWS + own_row;
+    const Inputs in = {q + start * q_stride + k_column, k + start * k_stride + k_column,
+                       v + start * v_stride + v_column, a + start * a_stride + block.head,
+                       b + start * b_stride + block.head, q_stride, k_stride, v_stride, a_stride, b_stride,
+                       ring_k_in + slot * ring_k_stride + k_column,
+                       ring_u_in + slot * ring_u_stride + block.head * U_PLANES * ROWS + own_row,
+                       ring_g_in + slot * ring_g_stride + block.head, row.seq_len - row.checkpoint_position,
+                       row.checkpoint_position % RING_LEN, row.length, (row.length + CHUNK - 1) / CHUNK,
+                       -expf(A_log[block.head]), dt_bias[block.head]};
+    const int first = in.history > 0 ? -1 : 0;
+    if (warp >= WARPS) {
+        prepare(shared, in, first);
+        return;
+    }
+    const int rows = CTA_ROWS - warp * 16;
+    const long long state_offset = slot * checkpoint_stride + (long long)v_column * COLUMNS;
+    float s[COLUMN_TILES][4];
+    load_state(s, checkpoint_in + state_offset, rows, row.checkpoint_position > 0);
+    walk(shared, in, first, s, o + start * (HEADS * ROWS) + v_column, rows);
+    store_state(s, checkpoint + state_offset, rows);
+    if (threadIdx.x < CTA_TILES) position[slot * position_stride + block.tile + threadIdx.x] = row.seq_len + row.length;
+}

@@ -1,0 +1,240 @@
+// Mamba2 over long (prefill) rows, in chunks on tensor cores: folds the history and the window into the checkpoint and
+// appends nothing to the ring. Rows of at most MAX_WINDOW tokens, padding and invalid rows belong to mamba2_window.cu;
+// blocks of such rows end at once. See chunk.cuh and plugins/reference/mamba2.py.
+//
+// Stamped in: as for mamba2_window.cu, and CHUNK, STAGES, PREPARING_WARPS.
+#define HEADS NHEADS
+#define GROUPS NGROUPS
+#define ROWS HEADDIM
+#define COLUMNS DSTATE
+#define CHUNK_BETA 0
+#include "chunk.cuh"
+
+struct Shared {
+    alignas(128) activation_t B[STAGES][CHUNK * CHUNK_STRIDE];
+    alignas(128) activation_t C[STAGES][CHUNK * CHUNK_STRIDE];
+    alignas(16) uint4 scores[2][FRAGMENTS * 32];       // decay, dt and B . C of pairs of tokens, D on the diagonal
+    alignas(16) activation_t x[WARPS][CHUNK * 16];
+    Gates gates[2];
+    // of the preparing warps
+    Sum prefix[CHUNK];
+    float dt[CHUNK];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/prefill_geometry.py computes the dynamic shared memory");
+
+// What the threads of a block know of its row.
+struct Inputs {
+    const activation_t *x, *dt, *B, *C;  // of the row's first token
+    long long x_stride, dt_stride, B_stride, C_stride;
+    const activation_t *ring_x, *ring_B;  // of the slot's entry 0
+    const float* ring_dt;
+    int history, first_entry, length, chunks;
+    float A, D, dt_bias;
+    DEVICE_MEMBER Chunk chunk(int index) const {
+        const int rest = length - index * CHUNK;
+        return {index, index < 0 ? history : rest < CHUNK ? rest : CHUNK};
+    }
+};
+
+DEVICE void load_tokens(Shared& shared, const Inputs& in, const Chunk& chunk, int stage) {
+    if (chunk.is_history()) {
+        tokens_copy_start(shared.B[stage], chunk.valid, [&](int row) {
+            return in.ring_B + (long long)wrapped(in.first_entry + row) * (GROUPS * COLUMNS);
+        });
+    } else {
+        const long long first = (long long)chunk.index * CHUNK;
+        tokens_copy_start(shared.B[stage], chunk.valid, [&](int row) { return in.B + (first + row) * in.B_stride; });
+        tokens_copy_start(shared.C[stage], chunk.valid, [&](int row) { return in.C + (first + row) * in.C_stride; });
+    }
+}
+
+DEVICE void load_dt(float (&raw)[LANE_TOKENS], const Inputs& in, const Chunk& chunk) {
+#pragma unroll
+    for (int i = 0; i < LANE_TOKENS; i++) {
+        const int token = threadIdx.x % 32 * LANE_TOKENS + i;
+        raw[i] = 0.f;
+        if (token >= chunk.valid) continue;
+        raw[i] = chunk.is_history()
+                     ? in.ring_dt[wrapped(in.first_entry + token) * HEADS]
+                     : activation_to_float(in.dt[((long long)chunk.index * CHUNK + token) * in.dt_stride]);
+    }
+}
+
+DEVICE void compute_gates(Shared& shared, const Inputs& in, const Chunk& chunk, const float (&raw)[LANE_TOKENS]) {
+    float log_decay[LANE_TOKENS], dt[LANE_TOKENS];
+#pragma unroll
+    for (int i = 0; i < LANE_TOKENS; i++) {
+        const int token = threadIdx.x % 32 * LANE_TOKENS + i;
+        dt[i] = token >= chunk.valid ? 0.f : chunk.is_history() ? raw[i] : softplus(raw[i] + in.dt_bias);
+        log_decay[i] = in.A * dt[i];
+        shared.dt[token] = dt[i];
+    }
+    scan_chunk(shared.gates[chunk.index & 1], shared.prefix, log_decay, dt);
+}
+
+DEVICE void compute_scores(Shared& shared, const Inputs& in, const Chunk& chunk, int stage, int index) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const PairBlock block = pair_block(index);
+    float sum[2][4] = {};
+#pragma unroll
+    for (int column = 0; column < COLUMNS; column += 16) {
+        u32 a[4], b[4];
+        load_matrix_x4(a, first_operand(shared.C[stage], block.queries, column));
+        load_matrix_x4(b, second_operand(shared.B[stage], block.tokens, column));
+        mma_16bit<ACTIVATION_FORMAT>(sum[0], a[0], a[1], a[2], a[3], b[0], b[1]);
+        mma_16bit<ACTIVATION_FORMAT>(sum[1], a[0], a[1], a[2], a[3], b[2], b[3]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int query = block.queries * 16 + g + 8 * half;
+        const Sum until = shared.prefix[query];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int token = block.tokens * 16 + i / 2 * 8 + 2 * t + i % 2;
+            const float decay = decay_of(difference(until, shared.prefix[token]));
+            const float value = shared.dt[token] * decay * sum[i / 2][2 * half + i % 2];
+            sum[i / 2][2 * half + i % 2] = token > query ? 0.f : token == query ? value + in.D : value;
+        }
+    }
+    store_fragments(shared.scores[chunk.index & 1], block, sum);
+}
+
+// The preparing warps' part: chunk i + 1 while the state warps are at chunk i.
+DEVICE void prepare(Shared& shared, const Inputs& in, int first) {
+    const int warp = threadIdx.x / 32 - WARPS, last = in.chunks - 1;
+    float raw[LANE_TOKENS] = {}, raw_after[LANE_TOKENS] = {};
+    if (warp == 0) load_dt(raw, in, in.chunk(first));
+    if (STAGES > 2) {
+        load_tokens(shared, in, in.chunk(first), 0);
+        copy_async_commit();
+    }
+    for (int i = first - 1; i <= last; i++) {
+        const int ahead = i + STAGES - 1;
+        if (ahead <= last) load_tokens(shared, in, in.chunk(ahead), (ahead - first) % STAGES);
+        copy_async_commit();
+        if (i < last) {
+            const Chunk chunk = in.chunk(i + 1);
+            if (warp == 0) {
+                if (i + 1 < last) load_dt(raw_after, in, in.chunk(i + 2));
+                compute_gates(shared, in, chunk, raw);
+#pragma unroll
+                for (int e = 0; e < LANE_TOKENS; e++) raw[e] = raw_after[e];
+            }
+            if (STAGES > 2)
+                copy_async_wait_but_last();
+            else
+                copy_async_wait();
+            sync_group(BARRIER_PREPARING, PREPARING_THREADS);
+            if (!chunk.is_history())
+                for (int index = warp; index < PAIR_BLOCKS; index += PREPARING_WARPS)
+                    compute_scores(shared, in, chunk, (chunk.index - first) % STAGES, index);
+        }
+        sync_group(BARRIER_CHUNK, BLOCK_THREADS);
+    }
+}
+
+// A state warp's part: 16 rows of the state over all chunks. `state` and `output` point at the warp's first row.
+DEVICE void walk(Shared& shared, const Inputs& in, int first, float (&s)[COLUMN_TILES][4], activation_t* output,
+                 int rows) {
+    const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
+    activation_t* own_x = shared.x[warp];
+    values_copy_start(own_x, in.x, in.x_stride, in.chunk(0).valid, rows);
+    sync_group(BARRIER_CHUNK, BLOCK_THREADS);
+    for (int i = first; i < in.chunks; i++) {
+        const Chunk chunk = in.chunk(i);
+        const Gates& gates = shared.gates[i & 1];
+        const int stage = (i - first) % STAGES;
+        u32 x[TOKEN_BLOCKS][4];  // first operands [rows x tokens]
+        if (chunk.is_history()) {
+#pragma unroll
+            for (int n = 0; n < TOKEN_TILES; n++) {
+                u32 words[2];
+                transposed_history(words, in.ring_x, in.first_entry, HEADS * ROWS, n, in.history, rows);
+                x[n / 2][n % 2 * 2] = words[0], x[n / 2][n % 2 * 2 + 1] = words[1];
+            }
+        } else {
+            float y[1][TOKEN_TILES][4] = {};
+            const activation_t* const queries[1] = {shared.C[stage]};
+            multiply_state<1>(y, s, queries);
+#pragma unroll
+            for (int n = 0; n < TOKEN_TILES; n++) {
+                const float2 decay = *(const float2*)(gates.entering + n * 8 + 2 * t);
+                y[0][n][0] *= decay.x, y[0][n][1] *= decay.y, y[0][n][2] *= decay.x, y[0][n][3] *= decay.y;
+            }
+            copy_async_wait();
+            sync_warp();
+#pragma unroll
+            for (int n = 0; n < TOKEN_TILES; n++) {
+                u32 words[2];
+                transposed_values(words, own_x, n);
+                x[n / 2][n % 2 * 2] = words[0], x[n / 2][n % 2 * 2 + 1] = words[1];
+            }
+            sync_warp();
+            if (i + 1 < in.chunks)
+                values_copy_start(own_x, in.x + (long long)(i + 1) * CHUNK * in.x_stride, in.x_stride,
+                                  in.chunk(i + 1).valid, rows);
+            const uint4* scores = shared.scores[i & 1] + threadIdx.x % 32;
+#pragma unroll
+            for (int block = 0; block < TOKEN_BLOCKS; block++)
+#pragma unroll
+                for (int n = 2 * block; n < TOKEN_TILES; n++)
+                    accumulate_exact(y[0][n], x[block], scores[fragment_index(n, block) * 32]);
+            store_outputs(y[0], output + (long long)i * CHUNK * (HEADS * ROWS), chunk.valid, rows);
+        }
+        decay_state(s, gates.total);
+#pragma unroll
+        for (int block = 0; block < TOKEN_BLOCKS; block++) {
+            const float2 low = *(const float2*)(gates.leaving + block * 16 + 2 * t);
+            const float2 high = *(const float2*)(gates.leaving + block * 16 + 8 + 2 * t);
+            const u32(&w)[4] = x[block];
+            add_outer(s,
+                      make_wide(low.x * activation_low(w[0]), low.y * activation_high(w[0]),
+                                low.x * activation_low(w[1]), low.y * activation_high(w[1]),
+                                high.x * activation_low(w[2]), high.y * activation_high(w[2]),
+                                high.x * activation_low(w[3]), high.y * activation_high(w[3])),
+                      shared.B[stage], block);
+        }
+        sync_group(BARRIER_CHUNK, BLOCK_THREADS);
+    }
+}
+
+KERNEL(BLOCK_THREADS, MIN_CTAS)
+mamba2_prefill(
+    // as in mamba2_window.cu
+    const activation_t* x, const activation_t* dt, const activation_t* B, const activation_t* C, const float* A_log,
+    const float* D, const float* dt_bias, const state_t* checkpoint_in, const int* position_in,
+    const activation_t* ring_x_in, const activation_t* ring_B_in, const float* ring_dt_in, const int* error_flag_in,
+    const int* seq_lens, const int* window_starts, const int* window_lens, const int* state_batch_indices,
+    int num_tokens, int num_slots, int max_seq_len, int layer, int skip_prefill, int x_stride, int dt_stride,
+    int B_stride, int C_stride, int checkpoint_stride, int position_stride, int ring_x_stride, int ring_B_stride,
+    int ring_dt_stride, activation_t* y, state_t* checkpoint, int* position, activation_t* ring_x,
+    activation_t* ring_B, float* ring_dt, int* error_flag) {
+    DYNAMIC_SHARED(memory);
+    Shared& shared = *(Shared*)memory;
+    const int warp = threadIdx.x / 32;
+    const Block block = this_block();
+    const Row row = read_row(blockIdx.y, seq_lens, window_starts, window_lens, state_batch_indices, num_tokens,
+                             num_slots, max_seq_len, position_in + block.tile, position_stride, MAX_HISTORY);
+    if (!row.active || row.length <= MAX_WINDOW) return;
+    const long long slot = row.slot, start = row.start;
+    const int own_row = block.head * ROWS + block.first_row + (warp < WARPS ? warp * 16 : 0);
+    const int B_column = block.group * COLUMNS;
+    const Inputs in = {x + start * x_stride + own_row, dt + start * dt_stride + block.head,
+                       B + start * B_stride + B_column, C + start * C_stride + B_column,
+                       x_stride, dt_stride, B_stride, C_stride, ring_x_in + slot * ring_x_stride + own_row,
+                       ring_B_in + slot * ring_B_stride + B_column, ring_dt_in + slot * ring_dt_stride + block.head,
+                       row.seq_len - row.checkpoint_position, row.checkpoint_position % RING_LEN, row.length,
+                       (row.length + CHUNK - 1) / CHUNK, -expf(A_log[block.head]), D[block.head], dt_bias[block.head]};
+    const int first = in.history > 0 ? -1 : 0;
+    if (warp >= WARPS) {
+        prepare(shared, in, first);
+        return;
+    }
+    const int rows = CTA_ROWS - warp * 16;
+    const long long state_offset = slot * checkpoint_stride + (long long)own_row * COLUMNS;
+    float s[COLUMN_TILES][4];
+    load_state(s, checkpoint_in + state_offset, rows, row.checkpoint_position > 0);
+    walk(shared, in, first, s, y + start * (HEADS * ROWS) + own_row, rows);
+    store_state(s, checkpoint + state_offset, rows);
+    if (threadIdx.x < CTA_TILES) position[slot * position_stride + block.tile + threadIdx.x] = row.seq_len + row.length;
+}
