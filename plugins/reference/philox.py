@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from replayssm.plugins.contract import NVFP4_BLOCK, NVFP4_WORD_COLUMNS
+from replayssm.plugins.contract import NVFP4_WORD_COLUMNS
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -38,18 +38,25 @@ def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> 
 
 
 def rounding_bits(
-    shape: tuple[int, int, int], seed: int, layer: int, position: int, device: torch.device | str = "cpu"
+    shape: tuple[int, int, int],
+    seed: int,
+    layer: int,
+    position: int | torch.Tensor,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """The 16 random bits r of every element of a state [heads, rows, columns] (contract, "State formats"), int32.
 
-    position: the new c, where the rounded state stands.
+    position: the new c, where the rounded state stands; a tensor [...] gives bits [..., heads, rows, columns].
     """
     heads, rows, columns = shape
     words = -(-columns // NVFP4_WORD_COLUMNS)
+    if isinstance(position, torch.Tensor):
+        device, position = position.device, position[..., None, None]
     head = torch.arange(heads, device=device)[:, None]
     group = torch.arange(rows * words * 4, device=device)
     outputs = torch.stack(philox4x32((group, head, position, layer), (seed, 0)), dim=-1)
-    # [heads, rows, word, lane, block of the pair, column within the lane's four]
-    halves = torch.stack((outputs & 0xFFFF, outputs >> 16), dim=-1).view(heads, rows, words, 4, 2, 4)
-    lanes_first = halves.transpose(3, 4).reshape(heads, rows, words * 2 * NVFP4_BLOCK)
-    return lanes_first[..., :columns].to(torch.int32)
+    halves = torch.stack((outputs & 0xFFFF, outputs >> 16), dim=-1)
+    # [..., heads, rows, word, lane, block of the pair, column within the lane's four]
+    by_lane = halves.reshape(*outputs.shape[:-2], rows, words, 4, 2, 4)
+    in_order = by_lane.transpose(-3, -2).flatten(-4)
+    return in_order[..., :columns].to(torch.int32)

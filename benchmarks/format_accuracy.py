@@ -1,0 +1,197 @@
+"""Exact-match accuracy of every state format on the example models, by simulation on a GPU.
+
+    python benchmarks/format_accuracy.py --layout nemotron-h-tiny [--limit 1024] [--output FILE]
+
+`examples.replay_decode` decodes all problems of a group of tiers at once: replay with L = 16, the prompts folded exactly
+and stored in the format. Differences are against float32 on the same problems; their interval is the normal one of
+paired proportions, 95 %. `benchmarks/accuracy.py` runs an engine instead, one format at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from examples import networks, tasks  # noqa: E402
+from examples.evaluate import wilson  # noqa: E402
+from examples.export import load  # noqa: E402
+from examples.replay import BUFFER_LEN  # noqa: E402
+from examples.replay_decode import ReplayDecoder  # noqa: E402
+from examples.state_formats import StateFormat  # noqa: E402
+from examples.tokenizer import prompt_ids  # noqa: E402
+
+FORMATS = (
+    StateFormat("float32"),
+    StateFormat("float16", True, "nvfp4"),
+    StateFormat("float8", True, "nvfp4"),
+    StateFormat("nvfp4"),
+    StateFormat("float8", True),
+    StateFormat("float8"),
+    StateFormat("float16", True, "float8"),
+    StateFormat("float16"),
+    StateFormat("float16", True),
+    StateFormat("float16", True, "nvfp4", "checkpoint"),
+    StateFormat("float8", True, "nvfp4", "checkpoint"),
+    StateFormat("float32", False, "nvfp4"),
+    StateFormat("bfloat16"),
+    StateFormat("bfloat16", True),
+)
+
+# Tiers that are decoded together, and the most tokens an answer may have (an answer of the tiers is never longer).
+GROUPS = ((("long", "tangle"), 704), (("easy", "track", "gsm"), 368), (("recall",), 208))
+
+
+def paired(ours: Sequence[bool], theirs: Sequence[bool], z: float = 1.96) -> tuple[float, float, float]:
+    """(difference of two proportions over the same problems, its 95 % interval)."""
+    count = len(ours)
+    gained = sum(a and not b for a, b in zip(ours, theirs, strict=True))
+    lost = sum(b and not a for a, b in zip(ours, theirs, strict=True))
+    difference = (gained - lost) / count
+    half = z * math.sqrt(max(gained + lost - (gained - lost) ** 2 / count, 0.0)) / count
+    return difference, difference - half, difference + half
+
+
+def load_problems(path: Path | None, tiers: Sequence[str], limit: int) -> dict[str, list[tasks.Problem]]:
+    """Held-out problems of each tier; from a file that `--write-problems` made where generators are not installed."""
+    if path is None:
+        return {tier: tasks.held_out(tier, limit) for tier in tiers}
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    return {tier: [tasks.Problem(**fields) for fields in stored[tier][:limit]] for tier in tiers}
+
+
+def compiled(function: Callable) -> Callable:
+    torch._dynamo.config.suppress_errors = True  # what does not compile runs as it is
+    return torch.compile(function, dynamic=False)
+
+
+def describe(layout: str, form: StateFormat, args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "benchmark": "format_accuracy",
+        "op": "generate",
+        "variant": "ours, simulated",
+        "model": layout,
+        "format": form.name,
+        "state_dtype": form.state,
+        "state_rounding": "stochastic" if form.stochastic else "nearest",
+        "readout_dtype": form.readout,
+        "u_source": form.u_source,
+        "L": BUFFER_LEN,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "commit": args.commit,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "correct": True,
+    }
+
+
+def lines_of_group(
+    decoder: ReplayDecoder, problems: dict[str, list[tasks.Problem]], tokenizer: Any, args: argparse.Namespace
+):
+    """One line per format and tier, float32 first."""
+    base: dict[str, list[bool]] = {}
+    base_answers: dict[str, list[list[int]]] = {}
+    for form in args.formats:
+        if form.u_source == "checkpoint" and args.layout != "qwen3.5-tiny":
+            continue
+        if time.monotonic() > args.deadline:
+            print(f"out of time before {form.name}", flush=True)
+            return
+        began = time.monotonic()
+        answers = iter(decoder.decode(form))
+        seconds = time.monotonic() - began
+        for tier, own in problems.items():
+            outputs = [next(answers) for _ in own]
+            texts = tokenizer.decode_batch(outputs)
+            right = [tasks.is_correct(text, p.answer) for text, p in zip(texts, own, strict=True)]
+            base.setdefault(tier, right)
+            base_answers.setdefault(tier, outputs)
+            difference, low, high = paired(right, base[tier])
+            yield {
+                **describe(args.layout, form, args),
+                "tier": tier,
+                "count": len(own),
+                "correct_answers": sum(right),
+                "value": sum(right) / len(own),
+                "unit": "fraction exact",
+                "interval_95": [round(bound, 4) for bound in wilson(sum(right), len(own))],
+                "difference": round(difference, 5),
+                "difference_interval_95": [round(low, 5), round(high, 5)],
+                "same_tokens": round(
+                    sum(a == b for a, b in zip(outputs, base_answers[tier], strict=True)) / len(own), 4
+                ),
+                "mean_tokens": round(sum(map(len, outputs)) / len(own), 2),
+                "decode_s": round(seconds, 2),
+            }
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layout", choices=list(networks.LAYOUTS))
+    parser.add_argument("--limit", type=int, default=1024, help="problems per tier")
+    parser.add_argument("--groups", type=int, nargs="+", default=list(range(len(GROUPS))))
+    parser.add_argument("--formats", type=int, nargs="+", help="indices into FORMATS; 0 must be the first")
+    parser.add_argument("--problems", type=Path, help="read the problems from this file")
+    parser.add_argument("--write-problems", type=Path, help="only write them")
+    parser.add_argument("--stop-after-s", type=float, default=math.inf)
+    parser.add_argument("--seed", type=int, default=0, help="of stochastic rounding")
+    parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--output", type=Path, help="append the lines to this file")
+    args = parser.parse_args(arguments)
+    args.deadline = time.monotonic() + args.stop_after_s
+    args.formats = FORMATS if args.formats is None else [FORMATS[index] for index in args.formats]
+    if args.formats[0] != FORMATS[0]:
+        parser.error("differences are against float32, so 0 must be the first of --formats")
+    if args.layout is None and args.write_problems is None:
+        parser.error("--layout is needed")
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse(arguments)
+    tiers = [tier for index in args.groups for tier in GROUPS[index][0]]
+    problems = load_problems(args.problems, tiers, args.limit)
+    if args.write_problems:
+        stored = {tier: [vars(problem) for problem in own] for tier, own in problems.items()}
+        args.write_problems.write_text(json.dumps(stored), encoding="utf-8")
+        return
+    from tokenizers import Tokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    folder = ROOT / "examples" / args.layout
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model = load(folder, args.layout, torch.bfloat16).to(device)
+    wrap = None if args.eager or device == "cpu" else compiled
+    for index in args.groups:
+        own, new_tokens = GROUPS[index]
+        group = {tier: problems[tier] for tier in own}
+        prompts = [prompt_ids(tokenizer, problem.question) for tier in own for problem in group[tier]]
+        began = time.monotonic()
+        decoder = ReplayDecoder(model, prompts, new_tokens, args.seed, wrap)
+        decoder.prefill()
+        print(f"{args.layout} {', '.join(own)}: prompts {time.monotonic() - began:.1f} s", flush=True)
+        for line in lines_of_group(decoder, group, tokenizer, args):
+            print(
+                f"{line['tier']:7s} {line['format']:44s} {line['value']:.4f} {line['difference']:+.4f} "
+                f"{line['difference_interval_95']} same {line['same_tokens']:.3f} {line['decode_s']} s",
+                flush=True,
+            )
+            if args.output:
+                with args.output.open("a", encoding="utf-8", newline="\n") as file:
+                    file.write(json.dumps(line) + "\n")
+        del decoder
+
+
+if __name__ == "__main__":
+    main()

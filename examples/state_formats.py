@@ -1,0 +1,94 @@
+"""State formats as values: fp32 states as they would read back, batched and on any device, for accuracy studies.
+
+`plugins.reference.formats` stores bytes; a study needs only what they mean, for thousands of sequences at once, and one
+format that no engine offers: a 4-bit state that is read and updated alike ("nvfp4" as the state).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from replayssm.plugins.nvfp4 import E4M3_TINY, decode, encode
+from replayssm.plugins.reference.formats import round_stochastic
+
+_FP8 = torch.float8_e4m3fn
+
+
+class StateFormat(NamedTuple):
+    """state: float32, bfloat16, float16, float8 or nvfp4. readout, u_source: as in `ReplaySettings`."""
+
+    state: str
+    stochastic: bool = False
+    readout: str = "same"
+    u_source: str = "readout"
+
+    @property
+    def name(self) -> str:
+        parts = [self.state, *(["stochastic"] if self.stochastic else [])]
+        if self.readout != "same":
+            parts += [f"{self.readout} readout", *(["u from checkpoint"] if self.u_source == "checkpoint" else [])]
+        return ", ".join(parts)
+
+
+def _power_of_two(field: Tensor) -> Tensor:
+    return (field << 23).view(torch.float32)
+
+
+def _largest_exponent(blocks: Tensor) -> Tensor:
+    return (blocks.abs().view(torch.int32)).amax(-1) >> 23
+
+
+def float8_value(S: Tensor, bits: Tensor | None = None) -> Tensor:
+    """decode_float8(*encode_float8(S, bits)) of finite states [..., rows, columns]."""
+    field = (_largest_exponent(S) - 7).clamp(min=1)[..., None]
+    scaled = S * _power_of_two(254 - field)
+    codes = scaled.to(_FP8) if bits is None else round_stochastic(scaled, bits, _FP8)
+    return codes.to(torch.float32) * _power_of_two(field)
+
+
+def nvfp4_value(S: Tensor, row_tiles: int) -> Tensor:
+    """decode_nvfp4(*encode_nvfp4(S, row_tiles)) of finite states [..., rows, columns]."""
+    tiles = S.unflatten(-2, (row_tiles, -1))
+    field = (_largest_exponent(tiles.flatten(-2)) - 10).clamp(27, 227)[..., None, None, None]
+    scaled = tiles.unflatten(-1, (-1, 16)) * _power_of_two(254 - field)
+    block_scale = (scaled.abs().amax(-1, keepdim=True) * (1 / 6)).clamp(min=E4M3_TINY).to(_FP8).to(torch.float32)
+    magnitude = decode(encode((scaled * (1 / block_scale)).abs()))
+    value = torch.copysign(magnitude, scaled) * (block_scale * _power_of_two(field))
+    return value.flatten(-2).flatten(-3, -2)
+
+
+def _sixteen_bits(S: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
+    return (S.to(dtype) if bits is None else round_stochastic(S, bits, dtype)).to(torch.float32)
+
+
+class Store:
+    """What a flush makes of a state: `checkpoint(S, bits)` and `readout(S)`, both fp32 values [rows, heads, P, N].
+
+    wrap: applied to every function, such as torch.compile.
+    """
+
+    def __init__(self, form: StateFormat, row_tiles: int, wrap: Callable = lambda function: function) -> None:
+        self.form = form
+        dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+        if form.state in dtypes:
+            dtype = dtypes[form.state]
+            self.checkpoint = wrap(lambda S, bits=None: _sixteen_bits(S, dtype, bits))
+        elif form.state == "float8":
+            self.checkpoint = wrap(float8_value)
+        elif form.state == "nvfp4" and not form.stochastic:
+            self.checkpoint = wrap(lambda S, bits=None: nvfp4_value(S, row_tiles))
+        elif form.state == "float32" and not form.stochastic:
+            self.checkpoint = lambda S, bits=None: S
+        else:
+            raise ValueError(f"no such state: {form.name}")
+        if form.readout not in ("same", "float8", "nvfp4"):
+            raise ValueError(f"readout must be same, float8 or nvfp4, got {form.readout!r}")
+        self.readout = None
+        if form.readout == "float8":
+            self.readout = wrap(float8_value)
+        elif form.readout == "nvfp4":
+            self.readout = wrap(lambda S: nvfp4_value(S, row_tiles))
