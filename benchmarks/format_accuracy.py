@@ -2,8 +2,8 @@
 
     python benchmarks/format_accuracy.py --layout nemotron-h-tiny [--limit 1024] [--output FILE]
 
-`examples.replay_decode` decodes all problems of a group of tiers at once: replay with L = 16, the prompts folded exactly
-and stored in the format. Differences are against float32 on the same problems; their interval is the normal one of
+`examples.replay_decode` decodes all problems of a group of tiers at once: replay with L = 16, the prompts folded
+exactly and stored in the format. Differences are against float32 on the same problems; their interval is the normal one of
 paired proportions, 95 %. `benchmarks/accuracy.py` runs an engine instead, one format at a time.
 """
 
@@ -72,6 +72,8 @@ def load_problems(path: Path | None, tiers: Sequence[str], limit: int) -> dict[s
 
 
 def compiled(function: Callable) -> Callable:
+    import torch._dynamo
+
     torch._dynamo.config.suppress_errors = True  # what does not compile runs as it is
     return torch.compile(function, dynamic=False)
 

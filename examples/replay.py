@@ -118,7 +118,8 @@ class GdnCore(ReplayCore):
     u_from_checkpoint = False
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """o [rows, Hv, dv] of a token: q (scaled), k [rows, Hk, dk] normalised, v [rows, Hv, dv], g, beta [rows, Hv]."""
+        """o [rows, Hv, dv] of a token: q (scaled), k [rows, Hk, dk] normalised, v [rows, Hv, dv], g, beta [rows,
+        Hv]."""
         decay, weights = self.decays(g)
         at_k, at_q = self.read(self.readout, torch.stack((k, q), 2))
         if self.u_from_checkpoint:

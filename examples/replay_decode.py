@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from examples.model import Attention, GatedDeltaNet, Mamba2, QwenBlock
 from examples.networks import HybridLM
-from examples.replay import BUFFER_LEN, GdnCore, Mamba2Core, ReplayCore, normalized, softplus
+from examples.replay import BUFFER_LEN, GdnCore, Mamba2Core, normalized, softplus
 from examples.state_formats import StateFormat, Store
 from examples.tokenizer import END, PAD
 from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry
