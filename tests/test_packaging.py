@@ -83,6 +83,7 @@ def test_imports_point_one_way() -> None:
         "plugins": {"plugins"},
         "builders": {"plugins", "builders"},
         "runtime": {"plugins", "runtime"},
+        "integrations": {"plugins", "runtime", "integrations"},
         "scripts": {"plugins", "builders", "runtime", "scripts"},
     }
     offenders = []

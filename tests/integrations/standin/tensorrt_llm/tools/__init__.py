@@ -1,0 +1,1 @@
+"""See tensorrt_llm/__init__.py."""
