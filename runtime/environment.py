@@ -25,7 +25,9 @@ PACKAGES = {
 """Packages that matter, each with the distributions that provide it."""
 
 DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
-OLDEST_TENSORRT = (10, 15)
+OLDEST_TENSORRT = (10, 13)
+RTX_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
+"""Compute capabilities that TensorRT-RTX 1.7 compiles for."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def assess_targets(packages: dict[str, str | None], gpus: tuple[Gpu, ...], drive
     return {
         "torch": _assess_torch(packages, gpus, driver),
         "tensorrt": _assess_tensorrt(packages, gpus),
-        "tensorrt-rtx": _assess_tensorrt_rtx(packages["tensorrt-rtx"]),
+        "tensorrt-rtx": _assess_tensorrt_rtx(packages["tensorrt-rtx"], gpus),
         "tensorrt-llm": _not_yet(packages["tensorrt-llm"], "TensorRT-LLM"),
     }
 
@@ -112,21 +114,21 @@ def _assess_tensorrt(packages: dict[str, str | None], gpus: tuple[Gpu, ...]) -> 
         return Status(False, f"TensorRT {version} is older than {oldest}", _install("tensorrt"))
     if version is None:
         return Status(False, "TensorRT is not installed", _install("tensorrt"))
+    if not gpus:
+        return Status(False, f"TensorRT {version} is installed, but torch sees no GPU to build and run plans on")
     return Status(
-        False,
-        f"TensorRT {version} may build plans, which nobody has tried; this version does not run them",
-        "nothing: it follows in a later version",
+        True,
+        f"TensorRT {version} builds and runs plans on {gpus[0].name}",
+        "compare them with `replayssm check ENGINE`",
     )
 
 
-def _assess_tensorrt_rtx(version: str | None) -> Status:
+def _assess_tensorrt_rtx(version: str | None, gpus: tuple[Gpu, ...]) -> Status:
     if version is None:
         return Status(False, "TensorRT-RTX is not installed", _install("tensorrt-rtx"))
-    return Status(
-        False,
-        f"TensorRT-RTX {version} compiles plans, which this version does not run",
-        "nothing: it follows in a later version",
-    )
+    if not any(gpu.compute_capability in RTX_CAPABILITIES for gpu in gpus):
+        return Status(False, f"TensorRT-RTX {version} compiles plans here, which an RTX GPU runs")
+    return Status(True, f"TensorRT-RTX {version} compiles and runs plans", "compare them with `replayssm check ENGINE`")
 
 
 def _not_yet(version: str | None, name: str) -> Status:

@@ -20,6 +20,7 @@ import importlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -65,32 +66,61 @@ def write_tensorrt(
     if alias not in ALIASES:
         raise ValueError(f"alias must be one of {', '.join(ALIASES)}, got {alias!r}")
     module = load_module("tensorrt")
-    trtp = importlib.import_module(f"{module.__name__}.plugin")
     require_dtype("tensorrt", replay.activation_dtype)
-    arch, phases = _build_arch(), profiles(limits)
-    slots = limits.max_batch_size
-    specs = {network.name: plugin_specs(network, replay, slots, arch, alias) for network in networks.values()}
-    unpacked = formats_to_unpack(plan, arch)
+    arch = _build_arch()
+    options = PlanOptions(limits, replay, alias, arch, formats_to_unpack(plan, arch))
     torch_target.write_networks(directory, networks)
+    write_plans(directory, networks, _loader(plan, read), options, _once_per_weight(plan, progress))
+    return tensorrt_ops.register(_plugin_module(module))
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What plans are built for. arch: compute capability (major * 10 + minor); unpacked: weight formats without
+    products there. The plans of tensorrt-rtx know neither these nor `alias`."""
+
+    limits: Limits
+    replay: ReplaySettings
+    alias: str = "declared"
+    arch: int = 0
+    unpacked: tuple[str, ...] = ()
+
+
+def write_plans(
+    directory: Path,
+    networks: Mapping[str, Network],
+    read: Read,
+    options: PlanOptions,
+    report: Callable[[set[str], str], None] = lambda weights, plan: None,
+) -> None:
+    """Write one plan per network and their description below `directory`.
+
+    read: engine weight name -> tensor. report: called with the names of a plan's weights and its own.
+    """
+    module, phases = load_module("tensorrt"), profiles(options.limits)
+    call = partial(tensorrt_ops.plugin_call, _plugin_module(module))
+    specs = {name: plugin_specs(network, options) for name, network in networks.items()}
     (directory / PLANS_FOLDER).mkdir()
-    described, report = {}, _once_per_weight(plan, progress)
-    for network in networks.values():
-        layers = Layers(module, network.name)
-        aliases = emit_network(
-            layers,
-            network,
-            specs[network.name],
-            lambda weight: plan[weight].load(read, allow_view=True),
-            partial(tensorrt_ops.plugin_call, trtp),
-            unpacked,
-        )
-        file = f"{PLANS_FOLDER}/{network.name}.plan"
+    described = {}
+    for name, network in networks.items():
+        layers = Layers(module, name)
+        aliases = emit_network(layers, network, specs[name], read, call, options.unpacked)
+        file = f"{PLANS_FOLDER}/{name}.plan"
         (directory / file).write_bytes(layers.compile(phases))
-        del layers
-        described[network.name] = {"file": file, "aliases": aliases}
-        report(set(network.weights), network.name)
-    _describe(directory, module, phases, described, {"alias": alias, "arch": arch, "unpacked": unpacked})
-    return tensorrt_ops.register(trtp)
+        del layers  # with its weights, before the next plan's are read
+        described[name] = {"file": file, "aliases": aliases}
+        report(set(network.weights), name)
+    more = {"alias": options.alias, "arch": options.arch, "unpacked": options.unpacked}
+    _describe(directory, module, phases, described, more)
+
+
+def _loader(plan: Mapping[str, WeightRecipe], read: Read) -> Read:
+    """Engine weights by name, views of the checkpoint's files where they are stored as the engine wants them."""
+    return lambda name: plan[name].load(read, allow_view=True)
+
+
+def _plugin_module(module: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{module.__name__}.plugin")
 
 
 def _build_arch() -> int:
@@ -120,9 +150,7 @@ def formats_to_unpack(plan: Mapping[str, WeightRecipe], arch: int) -> tuple[str,
     return tuple(formats)
 
 
-def plugin_specs(
-    network: Network, replay: ReplaySettings, slots: int, arch: int, alias: str = "declared"
-) -> dict[str, PluginSpec]:
+def plugin_specs(network: Network, options: PlanOptions) -> dict[str, PluginSpec]:
     """What each stateful node's plugin is compiled for, by state name. UnsupportedGeometryError where none fits."""
     specs = {}
     for node in network.nodes:
@@ -132,7 +160,9 @@ def plugin_specs(
         heads, scale = 0, 0.0
         if node.op == "attention_window":
             heads, scale = network.spec(node.inputs[0]).shape[1], node.attributes["scale"]
-        spec = PluginSpec(state.geometry, replay, slots, arch, state.layer, heads, scale, alias)
+        slots = options.limits.max_batch_size
+        sizes = (state.geometry, options.replay, slots, options.arch)
+        spec = PluginSpec(*sizes, state.layer, heads, scale, options.alias)
         tensorrt_ops.kernel_config(spec)
         specs[node.state] = spec
     return specs
@@ -196,21 +226,38 @@ def write_rtx(
     plan, read, progress: as for the torch target; progress is called after each plan. Returns no kernels: none are
     embedded.
     """
-    module = load_module("tensorrt-rtx")
+    load_module("tensorrt-rtx")
     require_dtype("tensorrt-rtx", replay.activation_dtype)
-    phases = profiles(limits)
     torch_target.write_networks(directory, networks)
-    (directory / PLANS_FOLDER).mkdir()
-    described, stateful = {}, {}
     report = _once_per_weight(plan, progress)
-    for network in networks.values():
-        described[network.name] = _write_plans(directory, module, network, plan, read, report, phases, replay)
-        for node in network.nodes:
-            if node.state is not None:
-                stateful |= {name: plan[name] for name in node.inputs if name in network.weights}
+    write_rtx_plans(directory, networks, _loader(plan, read), PlanOptions(limits, replay), report)
+    stateful = {
+        name: plan[name]
+        for network in networks.values()
+        for node in network.nodes
+        if node.state is not None
+        for name in node.inputs
+        if name in network.weights
+    }
     torch_target.write_weights(directory, stateful, read, progress)
-    _describe(directory, module, phases, described, {})
     return {}
+
+
+def write_rtx_plans(
+    directory: Path,
+    networks: Mapping[str, Network],
+    read: Read,
+    options: PlanOptions,
+    report: Callable[[set[str], str], None] = lambda weights, plan: None,
+) -> None:
+    """As `write_plans`, one plan per segment between stateful operators."""
+    module, phases = load_module("tensorrt-rtx"), profiles(options.limits)
+    (directory / PLANS_FOLDER).mkdir()
+    described = {
+        name: _write_segments(directory, module, network, read, report, phases, options.replay)
+        for name, network in networks.items()
+    }
+    _describe(directory, module, phases, described, {})
 
 
 def _describe(
@@ -245,11 +292,10 @@ def profiles(limits: Limits) -> list[Profile]:
     return [*phases, Profile("prefill", prefill)]
 
 
-def _write_plans(
+def _write_segments(
     directory: Path,
     module: ModuleType,
     network: Network,
-    plan: Mapping[str, WeightRecipe],
     read: Read,
     report: Callable[[set[str], str], None],
     phases: list[Profile],
@@ -268,7 +314,7 @@ def _write_plans(
         name = f"{network.name}-{len(steps):03d}"
         file = f"{PLANS_FOLDER}/{name}.plan"
         layers = Layers(module, name)
-        emit_segment(layers, network, step, lambda weight: plan[weight].load(read, allow_view=True), replay)
+        emit_segment(layers, network, step, read, replay)
         (directory / file).write_bytes(layers.compile(phases))
         del layers  # with its weights, before the next segment's are read
         steps.append({"kind": "plan", "file": file, **described})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from replayssm.runtime import environment
 from replayssm.runtime.environment import PACKAGES, Gpu, assess_quantization, assess_targets, examine
 
@@ -38,19 +36,30 @@ def test_missing_modelopt_names_the_extra() -> None:
     assert assess_quantization(NOTHING | {"nvidia-modelopt": "0.47.0"}).works
 
 
-@pytest.mark.parametrize(("version", "word"), [("10.9.0.34", "older than 10.15"), ("11.4.0.106", "does not run them")])
-def test_tensorrt_versions_are_compared_as_numbers(version: str, word: str) -> None:
-    """10.9 is older than 10.15, though not as text."""
-    status = assess_targets(NOTHING | {"tensorrt": version}, H200, "580.1.2")["tensorrt"]
+def test_tensorrt_versions_are_compared_as_numbers() -> None:
+    """10.9 is older than 10.13, though not as text."""
+    from replayssm.plugins.tensorrt_ops import OLDEST_VERSIONS
+
+    assert OLDEST_VERSIONS["tensorrt"] == environment.OLDEST_TENSORRT
+    status = assess_targets(NOTHING | {"tensorrt": "10.9.0.34"}, H200, "580.1.2")["tensorrt"]
     assert not status.works
-    assert word in status.detail
+    assert "older than 10.13" in status.detail
 
 
-def test_tensorrt_rtx_compiles_but_does_not_run() -> None:
+def test_plans_need_a_gpu_that_runs_them() -> None:
+    found = NOTHING | {"tensorrt": "11.4.0.106", "tensorrt-rtx": "1.7.1.116"}
     assert assess_targets(NOTHING, (), None)["tensorrt-rtx"].next_step.startswith("pip install '.[tensorrt-rtx]'")
-    status = assess_targets(NOTHING | {"tensorrt-rtx": "1.7.1.116"}, (), None)["tensorrt-rtx"]
-    assert not status.works
-    assert "compiles plans" in status.detail
+    assert {name: s.works for name, s in assess_targets(found, (), None).items() if "tensorrt" in name} == {
+        "tensorrt": False,
+        "tensorrt-rtx": False,
+        "tensorrt-llm": False,
+    }
+    targets = assess_targets(found, H200, "580.1.2")
+    assert targets["tensorrt"].works
+    assert "replayssm check" in targets["tensorrt"].next_step
+    assert not targets["tensorrt-rtx"].works, "it compiles for no H200"
+    rtx = (Gpu("NVIDIA GeForce RTX 5090", "12.0", 32 << 30),)
+    assert assess_targets(found, rtx, "580.1.2")["tensorrt-rtx"].works
 
 
 def test_driver_version_is_read_from_the_kernel_file(tmp_path, monkeypatch) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import types
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from replayssm.runtime.session import PREFILL_CHUNK
 
 SLOTS = 2
 SETTINGS = ReplaySettings(max_seq_len=64, max_window=4)
+OPTIONS = tensorrt.PlanOptions(Limits(SLOTS, 64, 3), SETTINGS, arch=90)
 WINDOWS = ((0, 9), (9, 1), (10, 4))
 """(committed tokens, new tokens) of a prefill, a decode and a verify call of one sequence; a fresh one beside it."""
 
@@ -60,7 +62,7 @@ def test_plugin_layers_compute_what_the_executor_computes(tiny_checkpoint, eager
     for network in (networks.main, networks.mtp):
         states = {key: allocate_state(spec.geometry, SETTINGS, SLOTS) for key, spec in network.states.items()}
         executor = Executor(network, weights, states)
-        specs = tensorrt.plugin_specs(network, SETTINGS, SLOTS, arch=90)
+        specs = tensorrt.plugin_specs(network, OPTIONS)
         bound = {}
         for key, spec in network.states.items():
             state = allocate_state(spec.geometry, SETTINGS, SLOTS)
@@ -110,19 +112,19 @@ def test_everything_but_the_plugins_compiles_in_one_plan(tiny_checkpoint, name):
 
     networks, weights = load(tiny_checkpoint(name))
     layers = PluginsAsInputs(module, name)
-    specs = tensorrt.plugin_specs(networks.main, SETTINGS, SLOTS, arch=90)
+    specs = tensorrt.plugin_specs(networks.main, OPTIONS)
     tensorrt.emit_network(layers, networks.main, specs, weights.__getitem__, lambda spec, tensors: (spec, tensors))
     assert len(layers.compile(tensorrt.profiles(Limits(SLOTS, 64, 3)))) > 0
 
 
 def test_sizes_without_a_plugin_are_refused_before_anything_is_built():
     network = build_networks(published("nano4b"), mtp=False).main
-    specs = tensorrt.plugin_specs(network, SETTINGS, 8, arch=90)
+    specs = tensorrt.plugin_specs(network, OPTIONS)
     assert set(specs) == set(network.states)
     layers = [spec.layer for spec in specs.values() if spec.geometry.kind == "mamba2"]
     assert len(set(layers)) == len(layers) > 0
     with pytest.raises(UnsupportedGeometryError, match="buffer_len 0 and serial_exact run on the torch target"):
-        tensorrt.plugin_specs(network, ReplaySettings(buffer_len=0), 8, arch=90)
+        tensorrt.plugin_specs(network, replace(OPTIONS, replay=ReplaySettings(buffer_len=0)))
 
 
 def test_formats_without_products_are_unpacked_and_named():

@@ -21,7 +21,9 @@ from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.manifest import EngineDirectoryError, Limits, verify_files
 from replayssm.plugins.network import Network
 from replayssm.plugins.state import torch_dtype
+from replayssm.runtime import plans
 from replayssm.runtime.engine import Engine
+from replayssm.runtime.session import Session
 
 SETTINGS = ReplaySettings(max_seq_len=64, max_window=4)
 
@@ -182,9 +184,16 @@ def test_weights_of_stateful_operators_lie_beside_the_plans(engine):
     }
 
 
-def test_the_runtime_says_that_it_cannot_run_plans(engine):
-    with pytest.raises(EngineDirectoryError, match=r"plans this version does not run yet.*--target torch"):
-        Engine.load(engine[0])
+def test_running_the_plans_needs_a_gpu(engine, monkeypatch):
+    """NVIDIA's own runtime on a machine without one: it refuses the plan and says so."""
+    loaded = Engine.load(engine[0])
+    with pytest.raises(ValueError, match="run on a GPU, not on device cpu: use --device cuda"):
+        Session(loaded)
+    monkeypatch.setattr(plans, "PLAN_DEVICE", "cpu")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(EngineDirectoryError, match=r"tensorrt_rtx 1\..* does not take .*\.plan, which"):
+        Session(loaded)
 
 
 def test_activations_without_a_type(rtx, tiny_checkpoint, tmp_path):
