@@ -22,7 +22,9 @@ from functools import cache, wraps
 
 import torch
 
+from replayssm.plugins import geometry as geo
 from replayssm.plugins import launch, reference
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry
 from replayssm.plugins.geometry import UnsupportedGeometryError
 from replayssm.plugins.state import LayerState
 from replayssm.plugins.torch_ops import register_implementation
@@ -89,6 +91,22 @@ def _reference(name: str, reason: str, *args) -> torch.Tensor:
         tensor.copy_(host.tensors[part])
     state.error_flag.copy_(host.error_flag)
     return out.to(device)
+
+
+def has_kernel(state: LayerState) -> bool:
+    """Whether a kernel serves this state on its device. Of attention and convolutions, those with a usual call."""
+    geometry, settings = state.geometry, state.settings
+    arch = launch.device_arch(state.error_flag.device)
+    try:
+        if isinstance(geometry, ConvGeometry):
+            geo.conv_config(geometry, settings, False, settings.activation_dtype)
+        elif isinstance(geometry, AttentionGeometry):
+            geo.attention_config(geometry, settings, geometry.num_kv_heads)
+        else:
+            geo.window_config(geometry, settings, arch)
+    except UnsupportedGeometryError:
+        return False
+    return True
 
 
 @_or_reference("mamba2_window")

@@ -33,7 +33,7 @@ class Engine:
     manifest: EngineManifest
     networks: dict[str, Network]
     weights: Mapping[str, torch.Tensor]
-    _resident: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
+    resident_weights: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def load(cls, directory: str | Path, verify: str = "size") -> Engine:
@@ -77,7 +77,7 @@ class Engine:
 
     def resident(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Weights as executors on `device` hold them, by name: sessions over one engine keep them once."""
-        return self._resident.setdefault(device, {})
+        return self.resident_weights.setdefault(device, {})
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -119,6 +119,7 @@ class Program:
         }
         self._device, self._error_flag, self._max_window = device, error_flag, settings.max_window
         self.executor = make_executor(network, self.states)
+        graphs = graphs and (device.type != "cuda" or _has_kernels(self.states.values()))
         self.graphs = StepGraphs(self.executor, error_flag, slots, settings.max_window) if graphs else None
 
     def __call__(
@@ -176,6 +177,13 @@ class Program:
 
     def _tensor(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+def _has_kernels(states: Iterable[LayerState]) -> bool:
+    """Whether kernels serve all of these states; a reference copies state to the host, which no graph can hold."""
+    from replayssm.plugins import cuda_ops
+
+    return all(cuda_ops.has_kernel(state) for state in states)
 
 
 def executor_maker(engine: Engine, device: torch.device) -> MakeExecutor:

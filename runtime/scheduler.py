@@ -366,9 +366,10 @@ class Scheduler:
 
 def _row(request: Request) -> Row:
     if not request.plan:
-        return Row(request.slot, [request.tokens[-1], *request.draft.tokens], "all")
+        return Row(request.slot, [request.tokens[-1], *request.draft.tokens], "all", request.params)
     end = request.fed + request.plan[0]
-    return Row(request.slot, request.prompt[request.fed : end], "last" if end == len(request.prompt) else "none")
+    wanted = "last" if end == len(request.prompt) else "none"
+    return Row(request.slot, request.prompt[request.fed : end], wanted, request.params)
 
 
 def checked_draft_len(session: Session, drafter: Drafter | None, draft_len: int | None) -> int:

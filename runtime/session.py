@@ -65,7 +65,7 @@ class Session:
         if self.device.type == "cuda":
             from replayssm.plugins import cuda_ops
 
-            cuda_ops.register()
+            cuda_ops.register(attention_kernel=True)
         flag = torch.zeros(1, dtype=torch.int32, device=self.device)
         graphs = self.device.type == "cuda" and not engine.has_plans if graphs is None else graphs
         # A plan's kernels are compiled for all slots.
