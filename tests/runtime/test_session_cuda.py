@@ -1,4 +1,4 @@
-"""Whole generations on a GPU: the example models answer there as they do on the CPU, captured or not, replay or plain."""
+"""Whole generations on a GPU: the example models answer as on the CPU, captured or not, replay or plain."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 QUESTIONS = json.loads((EXAMPLES / "questions.json").read_text(encoding="utf-8"))
 SLOTS = 4
 LOGITS_BOUND = 0.03
-"""Relative distance of the logits of two ways to compute them in bf16: 2^-9 per rounding, some tens of them in a row."""
+"""Relative distance of logits computed in two ways in bf16: 2^-9 per rounding, some tens of them in a row."""
 GAP = 0.5
-"""Logits lie near 16, where bf16 keeps steps of 1/8 or 1/16; two runs may part where the best two are a few steps apart."""
+"""Logits lie near 16, where bf16 keeps steps of 1/8 or 1/16: two runs may part where the best two are a few apart."""
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

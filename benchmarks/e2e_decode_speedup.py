@@ -1,0 +1,180 @@
+"""Whole decode steps: replay state against the plain per-token state update, on one host.
+
+    python benchmarks/e2e_decode_speedup.py --model nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16
+    python benchmarks/e2e_decode_speedup.py --model Qwen/Qwen3.5-4B --batch-size 1 --batch-size 256
+
+--model takes an engine directory, a Hugging Face checkpoint directory, or the name of a published model, whose shape
+then gets random weights. Both variants run in one process and in turns, through the same captured steps: only the
+state kernels differ. Before anything is timed, both are fed the same tokens and their logits compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import torch
+from e2e_model import Model, load_model
+from e2e_results import E2eResults, add_common_options, device_of, measured_ceiling, model_fields, roofline
+from e2e_run import Run, Split, free_memory, interleaved, percentile, split_time
+
+from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.traffic import traffic_per_token
+
+BENCHMARK = "e2e_decode_speedup"
+LOGITS_BOUND = 0.05
+"""Relative distance of two variants' logits, in the Euclidean norm. bf16 activations keep 2^-9 relative; a few dozen
+layers of random weights add up to some 1e-2. A variant that lost its state would be near 1."""
+COMPARED_STEPS = 3
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_options(parser, batch_sizes=[256], steps=1000, warmup=128)
+    parser.add_argument("--prompt-len", type=int, default=64, help="tokens of every prompt")
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="STATE:READOUT",
+        help="further replay variants, such as float16:nvfp4; may be given several times",
+    )
+    return parser.parse_args(arguments)
+
+
+def variants(options: argparse.Namespace, max_seq_len: int) -> dict[str, ReplaySettings]:
+    """Settings by name; the first is what the others are compared with."""
+    plain = ReplaySettings(buffer_len=0, max_window=1, max_seq_len=max_seq_len, state_dtype=options.state_dtype)
+    found = {"plain": plain}
+    for state, readout in [(options.state_dtype, options.readout_dtype), *(pair.split(":") for pair in options.also)]:
+        name = (
+            "replay"
+            if (state, readout) == (options.state_dtype, options.readout_dtype)
+            else f"replay-{state}-{readout}"
+        )
+        found[name] = dataclasses.replace(
+            plain, buffer_len=options.buffer_len, state_dtype=state, readout_dtype=readout
+        )
+    return found
+
+
+def compare(runs: dict[str, Run], vocab_size: int) -> dict[str, float]:
+    """Relative distance of every run's logits from the first one's, over the same tokens."""
+    generator = torch.Generator().manual_seed(2)
+    worst = dict.fromkeys(runs, 0.0)
+    for _ in range(COMPARED_STEPS):
+        batch = next(iter(runs.values())).batch
+        tokens = torch.randint(vocab_size, (batch,), generator=generator)
+        expected = None
+        for name, run in runs.items():
+            logits = run.force(tokens)
+            if expected is None:
+                expected = logits
+            worst[name] = max(worst[name], float((logits - expected).norm() / expected.norm()))
+    return worst
+
+
+def measure(model: Model, batch: int, options: argparse.Namespace, results: E2eResults) -> None:
+    device, cycle = device_of(options), options.buffer_len
+    steps, warmup = (-(-count // cycle) * cycle for count in (options.num_steps, options.warmup_steps))
+    profiled = 0 if options.no_profile else min(cycle, 8)
+    max_seq_len = options.prompt_len + cycle + COMPARED_STEPS + warmup + steps + profiled + cycle
+    free_memory(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    generator = torch.Generator().manual_seed(options.seed)
+    prompts = torch.randint(model.vocab_size, (batch, options.prompt_len), generator=generator).tolist()
+    chosen = variants(options, max_seq_len)
+    runs = {name: Run(model, settings, prompts, device) for name, settings in chosen.items()}
+    for run in runs.values():
+        run.desynchronise(model.vocab_size, cycle)
+    distances = compare(runs, model.vocab_size)
+    for run in runs.values():
+        run.time(warmup, cycle)
+    times = interleaved(runs, steps, cycle, options.repeats)
+    for run in runs.values():
+        run.check()
+    splits = {name: split_time(run, profiled) if profiled else None for name, run in runs.items()}
+    ceiling = measured_ceiling(device)
+    first = percentile(times["plain"], 0.5)
+    for name, run in runs.items():
+        ratios = [plain / own for plain, own in zip(times["plain"], times[name], strict=True)]
+        results.add(
+            op="decode_step",
+            **model_fields(model, run.settings, batch, options),
+            fill="desync",
+            variant=name,
+            **timing_fields(times[name], batch),
+            speedup=round(first / percentile(times[name], 0.5), 4),
+            speedup_p10=round(percentile(ratios, 0.1), 4),
+            speedup_p90=round(percentile(ratios, 0.9), 4),
+            **split_fields(splits[name], percentile(times[name], 0.5)),
+            **prediction(model, run.settings, batch, splits.get("plain"), ceiling),
+            **roofline(model, batch, ceiling),
+            context=[options.prompt_len, max_seq_len],
+            state_bytes=run.session.state_bytes,
+            gpu_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+            logits_distance=round(distances[name], 5),
+            correct=distances[name] < LOGITS_BOUND,
+        )
+    for run in runs.values():
+        run.close()
+    runs.clear()
+    free_memory(device)
+
+
+def timing_fields(times: list[float], tokens: float) -> dict:
+    """tokens: that one step yields on average."""
+    median = percentile(times, 0.5)
+    return {
+        "median_us": round(1e6 * median, 1),
+        "p10_us": round(1e6 * percentile(times, 0.1), 1),
+        "p90_us": round(1e6 * percentile(times, 0.9), 1),
+        "tokens_per_s": round(tokens / median, 1),
+    }
+
+
+def split_fields(split: Split | None, step_s: float) -> dict:
+    """Microseconds of the state kernels and of the rest of a step, kernel times and what lies between them."""
+    if split is None:
+        return {}
+    ssm = split.classes.get("ssm", 0.0)
+    return {
+        "ssm_us": round(ssm, 1),
+        "rest_us": round(1e6 * step_s - ssm, 1),
+        "split_us": {name: round(value, 1) for name, value in sorted(split.classes.items())},
+        "kernels_per_step": split.kernels,
+        "gap_us": round(split.gap_us, 1),
+        "largest_gap_us": round(split.largest_gap_us, 2),
+        "top_kernels_us": split.top,
+    }
+
+
+def prediction(model: Model, settings: ReplaySettings, batch: int, plain: Split | None, ceiling: float | None) -> dict:
+    """The traffic model's time for the recurrent layers, and the speedup if all else took what it took beside plain."""
+    traffic = traffic_per_token(model.geometries, settings, 0, 1.0)
+    moved = traffic.plain if settings.is_baseline else traffic.replay
+    fields = {"traffic_bytes_per_token": round(moved)}
+    if ceiling is None or plain is None:
+        return fields
+    rest = plain.rest_us - plain.classes.get("conv", 0.0)
+    times = [rest + 1e6 * batch * value / ceiling for value in (traffic.plain, moved)]
+    return {
+        **fields,
+        "predicted_recurrent_us": round(1e6 * batch * moved / ceiling, 1),
+        "predicted_speedup": round(times[0] / times[1], 4),
+    }
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    options = parse(arguments)
+    model = load_model(options.model, device_of(options), random_weights=options.random_weights, layers=options.layers)
+    results = E2eResults(BENCHMARK, options)
+    for batch in options.batch_size:
+        measure(model, batch, options, results)
+    return results.path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Models for the end-to-end benchmarks: an engine directory, a checkpoint, or a published shape with random weights.
+
+Random weights are drawn on the device, one tensor at a time, in the distributions of `builders.random_checkpoint`:
+activations stay near 1 and no term of the recurrences is trivial. They cost what real weights cost, and only the
+tokens mean nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from replayssm.builders.architecture import ModelConfig
+from replayssm.builders.checkpoint import Checkpoint
+from replayssm.builders.config import PUBLISHED, published, read_config
+from replayssm.builders.models import Networks, build_networks
+from replayssm.builders.parameters import WeightRecipe
+from replayssm.builders.random_checkpoint import random_weight
+from replayssm.plugins.contract import AttentionGeometry, Geometry, ReplaySettings
+from replayssm.plugins.manifest import EngineManifest, FileEntry, Limits, is_engine_directory
+from replayssm.plugins.network import Network
+from replayssm.plugins.state import torch_dtype
+from replayssm.runtime.engine import Engine
+
+DISTRIBUTION_STD_OF_NVFP4_CODES = 2.92
+"""Of uniformly drawn E2M1 codes."""
+
+
+class LazyWeights(Mapping):
+    """Engine weights that are made when an executor asks for them, so that a model is on the device once."""
+
+    def __init__(self, plan: Mapping[str, WeightRecipe], make) -> None:
+        self._plan, self._make = plan, make
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._make(name, self._plan[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plan)
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+
+@dataclass(frozen=True)
+class Model:
+    """name: as results call it. layers_run of layers_total tell how far a model was truncated.
+
+    resident: weights on the devices, which all sessions over the model share.
+    """
+
+    name: str
+    networks: Mapping[str, Network]
+    weights: Mapping[str, torch.Tensor]
+    random: bool
+    layers_run: int
+    layers_total: int
+    vocab_size: int
+    resident: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
+
+    @property
+    def geometries(self) -> list[Geometry]:
+        """Of everything in the trunk that keeps state."""
+        return [spec.geometry for spec in self.networks["main"].states.values()]
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """Bytes of weights that a step must read at least once: all but rows of an embedding that is no output head."""
+        network = self.networks["main"]
+        readers = {name: node.op for node in network.nodes for name in node.inputs if name in network.weights}
+        return sum(_nbytes(network, name) for name, op in readers.items() if op != "embedding")
+
+    @property
+    def product_elements(self) -> int:
+        """Weight elements of the dense matrix products; two operations each per token."""
+        network = self.networks["main"]
+        return sum(math.prod(network.weights[node.inputs[1]].shape) for node in network.nodes if node.op == "linear")
+
+    def kv_bytes(self, dtype_bytes: int = 2) -> int:
+        """Bytes of the KV cache per token."""
+        attention = [geometry for geometry in self.geometries if isinstance(geometry, AttentionGeometry)]
+        return sum(2 * dtype_bytes * geometry.num_kv_heads * geometry.head_dim for geometry in attention)
+
+    def engine(self, settings: ReplaySettings, batch: int) -> Engine:
+        """An engine in memory with these settings; engines of one model share its weights."""
+        manifest = EngineManifest(
+            model={"name": self.name, "vocab_size": self.vocab_size, "eos_token_ids": []},
+            quantization={},
+            replay=settings,
+            limits=Limits(batch, settings.max_seq_len, settings.max_window - 1),
+            target="torch",
+            versions={},
+            checkpoint={},
+            networks="networks.json",
+            files=(FileEntry("networks.json", 0, "0" * 64),),
+        )
+        return Engine(Path(self.name), manifest, dict(self.networks), self.weights, self.resident)
+
+
+def load_model(source: str, device: torch.device, *, random_weights: bool = False, layers: int | None = None) -> Model:
+    """`source`: engine directory, checkpoint directory, or a published name, which implies random weights.
+
+    layers: leading layers to keep.
+    """
+    path = Path(source)
+    if is_engine_directory(path):
+        if random_weights or layers is not None:
+            raise ValueError("an engine directory is run as it is: leave --random-weights and --layers away")
+        engine = Engine.load(path)
+        count = len(engine.networks["main"].states)
+        name = engine.manifest.model["name"]
+        return Model(name, {"main": engine.networks["main"]}, engine.weights, False, count, count, engine.vocab_size)
+    is_published = not path.is_dir()
+    if is_published and source not in PUBLISHED and source not in PUBLISHED.values():
+        names = ", ".join([*PUBLISHED, *PUBLISHED.values()])
+        raise ValueError(f"{source!r} is neither a directory nor a published model; those are {names}")
+    checkpoint = None if is_published or random_weights else Checkpoint.open(path)
+    config = published(source) if is_published else checkpoint.config if checkpoint else read_config(path)
+    total = len(config.layers)
+    config = replace(config, layers=config.layers[:layers], mtp=None)
+    networks = build_networks(config, checkpoint.module_format if checkpoint else None, mtp=False)
+    weights = _checkpoint_weights(networks, checkpoint) if checkpoint else _random_weights(config, networks, device)
+    short = {value: key for key, value in PUBLISHED.items()}.get(source, path.name if path.is_dir() else source)
+    return Model(
+        short,
+        {"main": networks.main},
+        weights,
+        checkpoint is None,
+        len(config.layers),
+        total,
+        config.vocab_size,
+    )
+
+
+def _checkpoint_weights(networks: Networks, checkpoint: Checkpoint) -> LazyWeights:
+    return LazyWeights(networks.weight_plan, lambda name, recipe: recipe.load(checkpoint.tensor, allow_view=True))
+
+
+def _random_weights(config: ModelConfig, networks: Networks, device: torch.device) -> LazyWeights:
+    def make(name: str, recipe: WeightRecipe) -> torch.Tensor:
+        # The seed depends on the name alone, so that a truncated model has the same layers.
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        shape = recipe.shape[1:] if recipe.stacked else recipe.shape
+        out = torch.empty(recipe.shape, dtype=torch_dtype(recipe.dtype), device=device)
+        targets = out.unbind() if recipe.stacked else [out]
+        for source, target in zip(recipe.sources, targets, strict=True):
+            target.copy_(_random_tensor(config, source, recipe.dtype, shape, generator, device))
+        return out
+
+    return LazyWeights(networks.weight_plan, make)
+
+
+def _random_tensor(
+    config: ModelConfig, name: str, dtype: str, shape: tuple[int, ...], generator: torch.Generator, device: torch.device
+) -> torch.Tensor:
+    if dtype == "uint8":
+        return torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+    if name.endswith("scale_2") or name.endswith("input_scale"):
+        # Widths of published models lie between 1,024 and 12,544: products then stay within an order of 1.
+        return torch.full(shape, 1 / (DISTRIBUTION_STD_OF_NVFP4_CODES * math.sqrt(4096)), device=device)
+    if name.endswith("weight_scale"):
+        return torch.rand(shape, device=device, generator=generator) / 2 + 0.75
+    with torch.device(device):
+        return random_weight(config, name, shape, generator)
+
+
+def _nbytes(network: Network, name: str) -> int:
+    spec = network.weights[name]
+    return math.prod(spec.shape) * torch_dtype(spec.dtype).itemsize

@@ -1,0 +1,131 @@
+"""What the end-to-end benchmarks share: options, the lines that they write, ceilings and rooflines."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from functools import cache
+from pathlib import Path
+
+import torch
+from e2e_model import Model
+from harness import RESULTS, ceilings, environment
+
+from replayssm.plugins.contract import READOUT_DTYPES, STATE_DTYPES, ReplaySettings
+
+MATMUL_TFLOPS_SIZE = 8192
+CEILING_BYTES = 1 << 30
+
+
+def add_common_options(parser: argparse.ArgumentParser, batch_sizes: list[int], steps: int, warmup: int) -> None:
+    add = parser.add_argument
+    add("--model", "--model-id", required=True, help="engine directory, checkpoint directory or published name")
+    add("--random-weights", action="store_true", help="random weights of the checkpoint's shape; implied by a name")
+    add("--layers", type=int, help="keep this many leading layers; results say so")
+    add("--batch-size", type=int, action="append", help=f"may be given several times; default {batch_sizes}")
+    add("--num-steps", type=int, default=steps, help=f"timed steps of each variant; default {steps}")
+    add("--warmup-steps", type=int, default=warmup, help=f"default {warmup}")
+    add("--repeats", type=int, default=4, help="turns of each variant; default 4")
+    add("--buffer-len", type=int, default=16, help="L; default 16")
+    add("--state-dtype", "--mamba-ssm-cache-dtype", choices=STATE_DTYPES, default="float32")
+    add("--readout-dtype", choices=READOUT_DTYPES, default="same")
+    add("--target", choices=["torch"], default="torch", help="what runs the network")
+    add("--device", default="cuda")
+    add("--seed", type=int, default=0)
+    add("--no-profile", action="store_true", help="do not split the step time by kernels")
+    add("--output", type=Path, help="file of result lines; default benchmarks/results/<benchmark>-<gpu>-<date>.jsonl")
+    parser.set_defaults(default_batch_sizes=batch_sizes)
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    options.batch_size = options.batch_size or options.default_batch_sizes
+    device = torch.device(options.device)
+    return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
+
+
+class E2eResults:
+    """Appends one JSON object per figure and prints a short line."""
+
+    def __init__(self, benchmark: str, options: argparse.Namespace) -> None:
+        self.benchmark = benchmark
+        if device_of(options).type == "cuda":
+            self.environment = environment()
+        else:
+            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            self.environment = {"gpu": "none", "commit": "unknown", "date": now}
+        gpu = self.environment["gpu"].lower().replace(" ", "-")
+        default = RESULTS / f"{benchmark}-{gpu}-{self.environment['date'][:10]}.jsonl"
+        self.path = options.output or default
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, **fields) -> dict:
+        line = {"benchmark": self.benchmark, **fields, **self.environment}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        split = {
+            key: fields[key] for key in ("split_us", "kernels_per_step", "gap_us", "largest_gap_us") if key in fields
+        }
+        print(
+            f"{fields['geometry']:9s} B={fields['batch']:4d} W={fields['window']} {fields['variant']:22s} "
+            f"{fields['median_us']:9.1f} us {fields['tokens_per_s']:9.0f} tokens/s  speedup {fields['speedup']:.3f}"
+            f"{' random weights' if fields['random_weights'] else ''} {split or ''} correct={fields['correct']}",
+            flush=True,
+        )
+        return line
+
+
+def model_fields(model: Model, settings: ReplaySettings, batch: int, options: argparse.Namespace) -> dict:
+    return {
+        "geometry": model.name,
+        "batch": batch,
+        "window": settings.max_window,
+        "state_dtype": settings.state_dtype,
+        "readout_dtype": settings.readout_dtype,
+        "L": settings.buffer_len,
+        "target": options.target,
+        "random_weights": model.random,
+        "layers": model.layers_run,
+        "layers_total": model.layers_total,
+    }
+
+
+@cache
+def measured_ceiling(device: torch.device) -> float | None:
+    """Bytes per second of plain reads over much more memory than any cache; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    pool = torch.randn(2 * CEILING_BYTES // 4, device=device)
+    return ceilings(CEILING_BYTES, pool)["read"] * 1e9
+
+
+@cache
+def measured_flops(device: torch.device) -> float | None:
+    """Operations per second of one large bf16 product of random matrices; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    a, b = (torch.randn(MATMUL_TFLOPS_SIZE, MATMUL_TFLOPS_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(10):
+        a @ b
+    end.record()
+    end.synchronize()
+    return 10 * 2 * MATMUL_TFLOPS_SIZE**3 / (begin.elapsed_time(end) / 1e3)
+
+
+def roofline(model: Model, tokens: int, ceiling: float | None) -> dict:
+    """Least times of a step's matrix products over `tokens` tokens: weights read once, and operations."""
+    fields = {"weight_bytes": model.step_weight_bytes}
+    if ceiling is None:
+        return fields
+    flops = measured_flops(torch.device("cuda", 0))
+    return {
+        **fields,
+        "ceiling_gb_s": round(ceiling / 1e9, 1),
+        "ceiling_tflop_s": round(flops / 1e12, 1),
+        "weights_once_us": round(1e6 * model.step_weight_bytes / ceiling, 1),
+        "products_us": round(1e6 * 2 * model.product_elements * tokens / flops, 1),
+    }

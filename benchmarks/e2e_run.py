@@ -1,0 +1,244 @@
+"""Drives captured steps for the end-to-end benchmarks: prompts, desynchronised rings, timing, and where the time goes.
+
+A run holds one session. Its steps follow each other on the device without the host: a decode graph feeds itself, and a
+verify graph gets its windows and the number of accepted tokens from tables. Timings are between CUDA events, one pair
+per flush cycle of L steps; rows start at different fill levels, so every cycle holds every kind of step.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from e2e_model import Model
+
+from replayssm.plugins.contract import ReplaySettings
+from replayssm.runtime.session import Row, Session
+
+PREFILL_TOKENS = 8192
+"""Tokens of one prefill step of the prompts."""
+
+KERNEL_CLASSES = (
+    ("ssm", ("mamba2_", "gdn_")),
+    ("conv", ("causal_conv1d",)),
+    ("attention", ("attention", "flash", "fmha")),
+    ("matmul", ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitk", "gemv", "dot_kernel")),
+    ("elementwise", ("rms_norm", "norm_rope", "activation")),
+    ("copy", ("memcpy", "memset")),
+)
+"""Class of a kernel by parts of its name, the first that fits; the rest is "other" (sampling, gathers, casts)."""
+
+
+class Run:
+    """One variant of decoding: a session of `batch` rows after a prompt, ready to be stepped.
+
+    settings: a buffer_len of 0 is the plain state update. prompts: [batch][tokens], of equal lengths. accepted: int32
+    [steps, batch], tokens that stand per verify step; None decodes token by token.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        settings: ReplaySettings,
+        prompts: Sequence[Sequence[int]],
+        device: torch.device,
+        accepted: torch.Tensor | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.settings, self.batch, self.device = settings, len(prompts), device
+        self.window = settings.max_window
+        self.session = Session(model.engine(settings, self.batch), device=device, graphs=True)
+        self.graph = self.session.step_graph(self.batch, self.window)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._prefill(prompts)
+        inputs = self.graph.device_inputs
+        inputs["state_batch_indices"].copy_(torch.arange(self.batch, dtype=torch.int32))
+        inputs["seq_lens"].fill_(len(prompts[0]))
+        inputs["window_lens"].fill_(self.window)
+        self._accepted = None if accepted is None else accepted.to(device)
+        self._windows = self._random_tokens(model.vocab_size, 16)
+        self.steps = 0
+
+    def _random_tokens(self, vocab_size: int, count: int) -> torch.Tensor:
+        shape = (count, self.batch * self.window)
+        return torch.randint(vocab_size, shape, generator=self._generator).to(self.device)
+
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> None:
+        length = len(prompts[0])
+        together = max(1, PREFILL_TOKENS // length)
+        rows = [Row(self.session.allocate(), prompt, "none") for prompt in prompts]
+        for start in range(0, len(rows), together):
+            self.session.step(rows[start : start + together])
+
+    def force(self, tokens: torch.Tensor, active: torch.Tensor | None = None) -> torch.Tensor:
+        """One step with these token ids [batch * window]; returns a copy of its logits.
+
+        active: [batch] booleans, the rows that take part.
+        """
+        inputs = self.graph.device_inputs
+        inputs["token_ids"].copy_(tokens)
+        inputs["window_lens"].fill_(self.window)
+        if active is not None:
+            inputs["window_lens"].mul_(active.to(self.device))
+        before = inputs["seq_lens"].clone()
+        self.graph.launch()
+        inputs["seq_lens"].copy_(before + inputs["window_lens"].clamp(max=1))
+        inputs["window_lens"].fill_(self.window)
+        return self.graph.logits.clone()
+
+    def desynchronise(self, vocab_size: int, period: int) -> None:
+        """Row b takes b mod `period` steps, so that the rows' rings fill up and flush at different steps."""
+        phase = torch.arange(self.batch) % period
+        windows = torch.randint(
+            vocab_size, (period, self.batch * self.window), generator=torch.Generator().manual_seed(1)
+        )
+        for step in range(period):
+            self.force(windows[step], (phase > step).to(torch.int32))
+
+    def step(self) -> None:
+        """Launch one step; nothing is waited for."""
+        inputs = self.graph.device_inputs
+        if self._accepted is not None:
+            inputs["token_ids"].copy_(self._windows[self.steps % len(self._windows)])
+        self.graph.launch()
+        if self._accepted is not None:
+            inputs["seq_lens"].add_(self._accepted[self.steps])
+        self.steps += 1
+
+    def time(self, steps: int, cycle: int) -> list[float]:
+        """Seconds per step of `steps` steps, one number for each `cycle` of them."""
+        marks = [self._mark()]
+        for index in range(steps):
+            self.step()
+            if (index + 1) % cycle == 0:
+                marks.append(self._mark())
+        self._synchronize()
+        return [_seconds(*pair) / cycle for pair in itertools.pairwise(marks)]
+
+    def check(self) -> None:
+        """RuntimeError if the device refused a row or logits were not finite."""
+        chosen, flag = self.graph.wait()
+        if flag or not all(chosen.finite):
+            raise RuntimeError(f"error flag {flag}, {chosen.finite.count(False)} tokens without finite logits")
+
+    def _mark(self):
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        del self.session, self.graph
+        free_memory(self.device)
+
+
+def _seconds(begin, end) -> float:
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
+
+
+def free_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Split:
+    """Microseconds per step by kernel class, kernels per step, and the time between kernels of a step.
+
+    gap_us, largest_gap_us: within a graph, all of a step's and the largest. top: microseconds per step by kernel name.
+    """
+
+    classes: dict[str, float]
+    kernels: int
+    gap_us: float
+    largest_gap_us: float
+    top: dict[str, float]
+
+    @property
+    def rest_us(self) -> float:
+        """Everything but the state kernels."""
+        return sum(self.classes.values()) - self.classes.get("ssm", 0.0)
+
+
+def split_time(run: Run, steps: int) -> Split | None:
+    """Where the time of `steps` steps goes, from the kernel records of torch.profiler; None without a GPU."""
+    if run.device.type != "cuda":
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            run.step()
+        torch.cuda.synchronize(run.device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return kernel_split(events, steps)
+
+
+def kernel_split(events: Sequence[dict], steps: int) -> Split:
+    """`Split` of a Chrome trace with the records of `steps` equal steps."""
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    records = [e for e in events if e.get("cat") in kinds]
+    if not records:
+        raise RuntimeError("the profiler recorded no kernels")
+    classes: dict[str, float] = defaultdict(float)
+    names: dict[str, float] = defaultdict(float)
+    launches: dict[object, list[tuple[float, float]]] = defaultdict(list)
+    for event in records:
+        classes[kernel_class(event["name"])] += event["dur"] / steps
+        names[event["name"][:80]] += event["dur"] / steps
+        launches[event.get("args", {}).get("correlation")].append((event["ts"], event["ts"] + event["dur"]))
+    gaps = [0.0]
+    for spans in launches.values():
+        # The kernels of a graph carry the number of its launch.
+        spans.sort()
+        end = spans[0][1]
+        for begin, stop in spans[1:]:
+            gaps.append(max(0.0, begin - end))
+            end = max(end, stop)
+    top = dict(sorted(names.items(), key=lambda item: -item[1])[:25])
+    return Split(
+        dict(classes),
+        round(len(records) / steps),
+        sum(gaps) / steps,
+        max(gaps),
+        {name: round(value, 2) for name, value in top.items()},
+    )
+
+
+def kernel_class(name: str) -> str:
+    lowered = name.lower()
+    return next((kind for kind, parts in KERNEL_CLASSES if any(part in lowered for part in parts)), "other")
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def interleaved(runs: dict[str, Run], steps: int, cycle: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds per step of every run, in turns: `rounds` pieces of `steps` steps each, the order turning around."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    piece = max(cycle, steps // rounds // cycle * cycle)
+    order: list[str] = list(runs)
+    for _ in range(rounds):
+        for name in order:
+            times[name] += runs[name].time(piece, cycle)
+        order.reverse()
+    return times

@@ -1,0 +1,197 @@
+"""Speculative decoding: replay state against snapshots of the state, and against plain decoding, on one host.
+
+    python benchmarks/e2e_spec_decode_throughput.py --model Qwen/Qwen3.5-4B --batch-size 256
+
+A verify step has one token and --draft-len drafts a row. With random weights nothing that is drafted would stand, so
+acceptance is forced: each draft stands with --acceptance if all before it did, the same draws for every variant. The
+drafts themselves come for free here, as prompt lookup gives them; a draft model would add the same time to both ways of
+speculating. Variants hold different state (snapshots are many times a sequence's state), so they run one after the
+other in turns, each freeing its memory first.
+
+"snapshots" is the plain kernel that stores the state after every token of a window; the next step would read the one
+that stands in place, so no copy is timed. What copying it back would cost is in `commit_copy_us`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import torch
+from e2e_decode_speedup import BENCHMARK as DECODE_BENCHMARK  # noqa: F401  names the sister benchmark in results
+from e2e_decode_speedup import LOGITS_BOUND, split_fields, timing_fields
+from e2e_model import Model, load_model
+from e2e_results import E2eResults, add_common_options, device_of, measured_ceiling, model_fields, roofline
+from e2e_run import Run, Split, free_memory, percentile, split_time
+
+from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.state import LayerState
+from replayssm.plugins.traffic import traffic_per_token
+
+BENCHMARK = "e2e_spec_decode_throughput"
+VARIANTS = ("plain", "replay", "snapshots", "replay-speculation")
+"""Plain and replay decode one token a step; the others verify windows."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_options(parser, batch_sizes=[512], steps=192, warmup=32)
+    parser.add_argument("--draft-len", type=int, default=4, help="drafts of a verify step; default 4")
+    parser.add_argument("--acceptance", type=float, default=0.75, help="probability that a draft stands; default 0.75")
+    parser.add_argument("--prompt-len", type=int, default=64, help="tokens of every prompt")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    options = parser.parse_args(arguments)
+    if not 0 <= options.acceptance <= 1:
+        parser.error(f"--acceptance must lie between 0 and 1, got {options.acceptance}")
+    if not 1 <= options.draft_len < options.buffer_len:
+        parser.error(f"--draft-len must lie between 1 and --buffer-len - 1, got {options.draft_len}")
+    return options
+
+
+def settings_of(variant: str, options: argparse.Namespace, max_seq_len: int) -> ReplaySettings:
+    plain = ReplaySettings(buffer_len=0, max_window=1, max_seq_len=max_seq_len, state_dtype=options.state_dtype)
+    window = 1 if variant in ("plain", "replay") else 1 + options.draft_len
+    if variant in ("plain", "snapshots"):
+        return dataclasses.replace(plain, max_window=window)
+    return dataclasses.replace(
+        plain, buffer_len=options.buffer_len, max_window=window, readout_dtype=options.readout_dtype
+    )
+
+
+def accepted_tokens(steps: int, batch: int, options: argparse.Namespace) -> torch.Tensor:
+    """Tokens that stand, int32 [steps, batch]: one, and each draft with the stated probability after the one before."""
+    generator = torch.Generator().manual_seed(options.seed)
+    stands = torch.rand(steps, batch, options.draft_len, generator=generator) < options.acceptance
+    return 1 + stands.to(torch.int32).cumprod(dim=2).sum(dim=2).to(torch.int32)
+
+
+@dataclasses.dataclass
+class Measured:
+    """What the turns of one variant gave. tokens: mean tokens of a row and step."""
+
+    settings: ReplaySettings
+    tokens: float
+    times: list[float] = dataclasses.field(default_factory=list)
+    split: Split | None = None
+    state_bytes: int = 0
+    memory_bytes: int = 0
+    commit_copy_us: float | None = None
+    first_logits: torch.Tensor | None = None
+
+
+def run_turn(
+    variant: str, model: Model, batch: int, options: argparse.Namespace, steps: int, known: Measured | None
+) -> Measured:
+    """Build the variant, step it `steps` times and free it; the first turn also splits the time."""
+    device, cycle = device_of(options), options.buffer_len
+    warmup = -(-options.warmup_steps // cycle) * cycle
+    profiled = 8 if known is None and not options.no_profile else 0
+    verifies = variant not in ("plain", "replay")
+    accepted = accepted_tokens(warmup + steps + profiled, batch, options)
+    longest = int(accepted.sum(dim=0).max()) if verifies else warmup + steps + profiled
+    max_seq_len = options.prompt_len + cycle + longest + 1 + options.draft_len
+    settings = settings_of(variant, options, max_seq_len)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    generator = torch.Generator().manual_seed(options.seed)
+    prompts = torch.randint(model.vocab_size, (batch, options.prompt_len), generator=generator).tolist()
+    run = Run(model, settings, prompts, device, accepted if verifies else None)
+    mean = float(accepted[warmup : warmup + steps].float().mean()) if verifies else 1.0
+    known = known or Measured(settings, mean)
+    first = run.force(torch.arange(batch * settings.max_window) % model.vocab_size)
+    if known.first_logits is None:
+        # The first token of every window, which all variants were given alike but for its id.
+        known.first_logits = first.view(batch, settings.max_window, -1)[:, 0].float().cpu() if verifies else None
+    run.desynchronise(model.vocab_size, cycle)
+    run.time(warmup, cycle)
+    known.times += run.time(steps, cycle)
+    run.check()
+    if profiled:
+        known.split = split_time(run, profiled)
+    known.state_bytes = run.session.state_bytes
+    if device.type == "cuda":
+        known.memory_bytes = torch.cuda.max_memory_allocated(device)
+        if variant == "snapshots":
+            known.commit_copy_us = commit_copy_us(list(run.session.states.values()))
+    run.close()
+    return known
+
+
+def commit_copy_us(states: list[LayerState]) -> float:
+    """Microseconds to copy one snapshot of every slot over its checkpoint, in all layers."""
+    kept = [state for state in states if "snapshots" in state.tensors]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for timed in (False, True):
+        if timed:
+            begin.record()
+        for state in kept:
+            state["checkpoint"].copy_(state["snapshots"][:, 0])
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end)
+
+
+def measure(model: Model, batch: int, options: argparse.Namespace, results: E2eResults) -> None:
+    device, cycle = device_of(options), options.buffer_len
+    steps = max(cycle, options.num_steps // options.repeats // cycle * cycle)
+    measured: dict[str, Measured] = {}
+    order = list(options.variants)
+    for _ in range(options.repeats):
+        for variant in order:
+            free_memory(device)
+            measured[variant] = run_turn(variant, model, batch, options, steps, measured.get(variant))
+        order.reverse()
+    ceiling = measured_ceiling(device)
+    rates = {name: batch * one.tokens / percentile(one.times, 0.5) for name, one in measured.items()}
+    same = agreement(measured)
+    for name, one in measured.items():
+        traffic = traffic_per_token(model.geometries, one.settings, one.settings.max_window - 1, one.tokens)
+        moved = {
+            "plain": traffic.plain,
+            "replay": traffic.replay,
+            "snapshots": traffic.snapshot_speculation,
+            "replay-speculation": traffic.replay_speculation,
+        }[name]
+        results.add(
+            op="decode_step" if one.settings.max_window == 1 else "verify_step",
+            **model_fields(model, one.settings, batch, options),
+            fill="desync",
+            variant=name,
+            **timing_fields(one.times, batch * one.tokens),
+            acceptance_length=round(one.tokens, 4),
+            acceptance_forced=options.acceptance,
+            drafts="given",
+            speedup=round(rates[name] / rates.get("plain", rates[name]), 4),
+            speedup_over_snapshots=round(rates[name] / rates["snapshots"], 4) if "snapshots" in rates else None,
+            **split_fields(one.split, percentile(one.times, 0.5)),
+            commit_copy_us=one.commit_copy_us and round(one.commit_copy_us, 1),
+            traffic_bytes_per_token=round(moved),
+            predicted_recurrent_us=ceiling and round(1e6 * batch * one.tokens * moved / ceiling, 1),
+            **roofline(model, batch * one.settings.max_window, ceiling),
+            state_bytes=one.state_bytes,
+            gpu_memory_bytes=one.memory_bytes,
+            logits_distance=same,
+            correct=same is None or same < LOGITS_BOUND,
+        )
+
+
+def agreement(measured: dict[str, Measured]) -> float | None:
+    """Relative distance of the two ways of speculating, at the first verify step behind the prompts."""
+    logits = [one.first_logits for one in measured.values() if one.first_logits is not None]
+    if len(logits) < 2:
+        return None
+    return round(float((logits[0] - logits[1]).norm() / logits[1].norm()), 5)
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    options = parse(arguments)
+    model = load_model(options.model, device_of(options), random_weights=options.random_weights, layers=options.layers)
+    results = E2eResults(BENCHMARK, options)
+    for batch in options.batch_size:
+        measure(model, batch, options, results)
+    return results.path
+
+
+if __name__ == "__main__":
+    main()
