@@ -3,8 +3,8 @@
     python benchmarks/format_accuracy.py --layout nemotron-h-tiny [--limit 1024] [--output FILE]
 
 `examples.replay_decode` decodes all problems of a group of tiers at once: replay with L = 16, the prompts folded
-exactly and stored in the format. Differences are against float32 on the same problems; their interval is the normal one of
-paired proportions, 95 %. `benchmarks/accuracy.py` runs an engine instead, one format at a time.
+exactly and stored in the format. Differences are against float32 on the same problems; their interval is the normal one
+of paired proportions, 95 %. `benchmarks/accuracy.py` runs an engine instead, one format at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,28 +97,45 @@ def describe(layout: str, form: StateFormat, args: argparse.Namespace) -> dict[s
     }
 
 
-def lines_of_group(
-    decoder: ReplayDecoder, problems: dict[str, list[tasks.Problem]], tokenizer: Any, args: argparse.Namespace
-):
-    """One line per format and tier, float32 first."""
-    base: dict[str, list[bool]] = {}
-    base_answers: dict[str, list[list[int]]] = {}
-    for form in args.formats:
-        if form.u_source == "checkpoint" and args.layout != "qwen3.5-tiny":
-            continue
-        if time.monotonic() > args.deadline:
-            print(f"out of time before {form.name}", flush=True)
-            return
-        began = time.monotonic()
-        answers = iter(decoder.decode(form))
-        seconds = time.monotonic() - began
-        for tier, own in problems.items():
-            outputs = [next(answers) for _ in own]
-            texts = tokenizer.decode_batch(outputs)
-            right = [tasks.is_correct(text, p.answer) for text, p in zip(texts, own, strict=True)]
-            base.setdefault(tier, right)
-            base_answers.setdefault(tier, outputs)
-            difference, low, high = paired(right, base[tier])
+def answer(
+    model: networks.HybridLM, problems: list[tasks.Problem], new_tokens: int, tokenizer: Any, args: argparse.Namespace
+) -> tuple[dict[StateFormat, list[list[int]]], dict[StateFormat, float]]:
+    """(answers to all problems, seconds) by format; formats for which time ran out are left out."""
+    prompts = [prompt_ids(tokenizer, problem.question) for problem in problems]
+    wrap = None if args.eager or args.device == "cpu" else compiled
+    answers: dict[StateFormat, list[list[int]]] = {form: [] for form in args.formats}
+    seconds = dict.fromkeys(args.formats, 0.0)
+    size = args.rows or len(prompts)
+    for start in range(0, len(prompts), size):
+        decoder = ReplayDecoder(model, prompts[start : start + size], new_tokens, args.seed, wrap)
+        decoder.prefill()
+        for form in args.formats:
+            if time.monotonic() > args.deadline:
+                break
+            began = time.monotonic()
+            answers[form] += decoder.decode(form)
+            seconds[form] += time.monotonic() - began
+        print(f"{start + len(prompts[start : start + size])} of {len(prompts)}", file=sys.stderr, flush=True)
+    return {form: outputs for form, outputs in answers.items() if len(outputs) == len(prompts)}, seconds
+
+
+def group_lines(
+    answers: dict[StateFormat, list[list[int]]],
+    seconds: dict[StateFormat, float],
+    problems: list[tasks.Problem],
+    tokenizer: Any,
+    args: argparse.Namespace,
+) -> Iterator[dict[str, Any]]:
+    """One line per format and tier."""
+    reference = answers.get(FORMATS[0], [])
+    for tier in dict.fromkeys(problem.tier for problem in problems):
+        own = [index for index, problem in enumerate(problems) if problem.tier == tier]
+        base: list[bool] = []
+        for form, outputs in answers.items():
+            texts = tokenizer.decode_batch([outputs[index] for index in own])
+            right = [tasks.is_correct(text, problems[index].answer) for text, index in zip(texts, own, strict=True)]
+            base = base or right
+            difference, low, high = paired(right, base)
             yield {
                 **describe(args.layout, form, args),
                 "tier": tier,
@@ -129,11 +146,9 @@ def lines_of_group(
                 "interval_95": [round(bound, 4) for bound in wilson(sum(right), len(own))],
                 "difference": round(difference, 5),
                 "difference_interval_95": [round(low, 5), round(high, 5)],
-                "same_tokens": round(
-                    sum(a == b for a, b in zip(outputs, base_answers[tier], strict=True)) / len(own), 4
-                ),
-                "mean_tokens": round(sum(map(len, outputs)) / len(own), 2),
-                "decode_s": round(seconds, 2),
+                "same_tokens": round(sum(outputs[index] == reference[index] for index in own) / len(own), 4),
+                "mean_tokens": round(sum(len(outputs[index]) for index in own) / len(own), 2),
+                "decode_s": round(seconds[form], 2),
             }
 
 
@@ -142,6 +157,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layout", choices=list(networks.LAYOUTS))
     parser.add_argument("--limit", type=int, default=1024, help="problems per tier")
     parser.add_argument("--groups", type=int, nargs="+", default=list(range(len(GROUPS))))
+    parser.add_argument("--tiers", nargs="+", help="only these of the groups")
+    parser.add_argument("--rows", type=int, help="problems at a time; default: all of a group")
     parser.add_argument("--formats", type=int, nargs="+", help="indices into FORMATS; 0 must be the first")
     parser.add_argument("--problems", type=Path, help="read the problems from this file")
     parser.add_argument("--write-problems", type=Path, help="only write them")
@@ -162,7 +179,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
-    tiers = [tier for index in args.groups for tier in GROUPS[index][0]]
+    tiers = args.tiers or [tier for index in args.groups for tier in GROUPS[index][0]]
     problems = load_problems(args.problems, tiers, args.limit)
     if args.write_problems:
         stored = {tier: [vars(problem) for problem in own] for tier, own in problems.items()}
@@ -170,29 +187,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     from tokenizers import Tokenizer
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
     folder = ROOT / "examples" / args.layout
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model = load(folder, args.layout, torch.bfloat16).to(device)
-    wrap = None if args.eager or device == "cpu" else compiled
+    model = load(folder, args.layout, torch.bfloat16).to(args.device)
+    if args.layout == "nemotron-h-tiny":
+        args.formats = [form for form in args.formats if form.u_source == "readout"]
     for index in args.groups:
         own, new_tokens = GROUPS[index]
-        group = {tier: problems[tier] for tier in own}
-        prompts = [prompt_ids(tokenizer, problem.question) for tier in own for problem in group[tier]]
-        began = time.monotonic()
-        decoder = ReplayDecoder(model, prompts, new_tokens, args.seed, wrap)
-        decoder.prefill()
-        print(f"{args.layout} {', '.join(own)}: prompts {time.monotonic() - began:.1f} s", flush=True)
-        for line in lines_of_group(decoder, group, tokenizer, args):
+        group = [problem for tier in own if tier in tiers for problem in problems[tier]]
+        answers, seconds = answer(model, group, new_tokens, tokenizer, args)
+        for line in group_lines(answers, seconds, group, tokenizer, args):
             print(
-                f"{line['tier']:7s} {line['format']:44s} {line['value']:.4f} {line['difference']:+.4f} "
+                f"{line['tier']:7s} {line['format']:46s} {line['value']:.4f} {line['difference']:+.4f} "
                 f"{line['difference_interval_95']} same {line['same_tokens']:.3f} {line['decode_s']} s",
                 flush=True,
             )
             if args.output:
                 with args.output.open("a", encoding="utf-8", newline="\n") as file:
                     file.write(json.dumps(line) + "\n")
-        del decoder
 
 
 if __name__ == "__main__":

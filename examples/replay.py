@@ -17,18 +17,22 @@ from examples import scans
 from examples.state_formats import Store
 
 BUFFER_LEN = 16
-CHUNK_ROWS = 1024
-"""Rows whose states one compiled function takes: one shape, whatever the batch."""
+CHUNK_ROWS = {"cuda": 1024, "cpu": 8}
+"""Rows whose states one function takes: one shape for a compiled one, whatever the batch; what a CPU's cache holds."""
 
 
 def row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Views of at most CHUNK_ROWS rows of every tensor."""
-    for start in range(0, tensors[0].shape[0], CHUNK_ROWS):
-        yield tuple(tensor[start : start + CHUNK_ROWS] for tensor in tensors)
+    count = CHUNK_ROWS[tensors[0].device.type]
+    for start in range(0, tensors[0].shape[0], count):
+        yield tuple(tensor[start : start + count] for tensor in tensors)
 
 
 def products(S: Tensor, vectors: Tensor) -> Tensor:
     """S [rows, groups, heads per group, P, N] times vectors [rows, groups, count, N]: [..., P] with count in front."""
+    if S.device.type == "cpu":
+        out = S.flatten(2, 3) @ vectors.transpose(-1, -2)
+        return out.movedim(-1, 0).unflatten(-1, (-1, S.shape[-2]))
     return torch.stack([(S * vectors[:, :, i, None, None]).sum(-1) for i in range(vectors.shape[2])])
 
 

@@ -27,7 +27,9 @@ def _multiply(word: torch.Tensor, constant: int) -> tuple[torch.Tensor, torch.Te
 
 def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[torch.Tensor, ...]:
     """Four 32-bit words (int64 tensors) per counter; the counter's words broadcast against each other."""
-    c0, c1, c2, c3 = torch.broadcast_tensors(*(torch.as_tensor(word, dtype=torch.int64) for word in counter))
+    device = next((word.device for word in counter if isinstance(word, torch.Tensor)), "cpu")
+    words = (torch.as_tensor(word, dtype=torch.int64, device=device) for word in counter)
+    c0, c1, c2, c3 = torch.broadcast_tensors(*words)
     k0, k1 = key
     for _ in range(_ROUNDS):
         high0, low0 = _multiply(c0, _MULTIPLIERS[0])
