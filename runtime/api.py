@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import hmac
 import logging
 import math
-import secrets
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +21,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from replayssm.runtime.api_answers import Answers, error_body
 from replayssm.runtime.api_call import FAILURES, Call, CallStream, ClientGoneError, collect
+from replayssm.runtime.api_requests import RequestMaker, ServerOptions
 from replayssm.runtime.api_schema import ChatBody, CompletionBody, GenerationBody
+from replayssm.runtime.chat_format import MessageParser
 from replayssm.runtime.engine_loop import EngineLoop, NotServingError
 from replayssm.runtime.metrics import Metrics
 from replayssm.runtime.requests import Request, Update
-from replayssm.runtime.sampling import SamplingParams
 from replayssm.runtime.scheduler import QueueFullError
-from replayssm.runtime.text import encode_chat, encode_text
 
 logger = logging.getLogger("replayssm.server")
 CLIENT_CLOSED_REQUEST = 499
@@ -40,23 +36,6 @@ SHUTDOWN_RETRY_S = 5
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 MAX_STATS_LINES = 256
 PAGE = Path(__file__).with_name("dashboard.html")
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """What the server answers to.
-
-    model: the name that clients use. api_key: what /v1 wants as bearer token; None wants none.
-    timeout_s: of a request, waiting included; None sets no limit. max_body_bytes: of a request's body.
-    max_choices: sequences of one call, prompts times n. chat_template: in place of the checkpoint's.
-    """
-
-    model: str
-    api_key: str | None = None
-    timeout_s: float | None = None
-    max_body_bytes: int = 8 << 20
-    max_choices: int = 128
-    chat_template: str | None = None
 
 
 class Server:
@@ -68,22 +47,19 @@ class Server:
         self.metrics = Metrics(loop)
         self.session = loop.scheduler.session
         self.tokenizer = self.session.engine.tokenizer
-        # The engine's thread decodes with one tokenizer, calls encode with the other, one at a time.
-        self._encoder = copy.deepcopy(self.tokenizer)
-        self._encoding = threading.Lock()
-        self._end_tokens = self.session.engine.end_token_ids
+        self.maker = RequestMaker(self.session, options)
         self.started = int(time.time())
 
     async def complete(self, body: CompletionBody, http: HttpRequest) -> Response:
         self._check_model(body)
         with _refusing_bad_values():
-            prompts = [await run_in_threadpool(self._encode, prompt) for prompt in body.prompts]
+            prompts = [await run_in_threadpool(self.maker.encode, prompt) for prompt in body.prompts]
         return await self._answer("completion", body, prompts, body.max_tokens, body.logprobs, http)
 
     async def chat(self, body: ChatBody, http: HttpRequest) -> Response:
         self._check_model(body)
         with _refusing_bad_values():
-            prompt = await run_in_threadpool(self._encode_chat, body)
+            prompt = await run_in_threadpool(self.maker.encode_chat, body)
         top = (body.top_logprobs or 0) if body.logprobs else None
         return await self._answer("chat", body, [prompt], body.token_limit, top, http)
 
@@ -97,8 +73,11 @@ class Server:
         http: HttpRequest,
     ) -> Response:
         with _refusing_bad_values():
-            requests = self._requests(body, prompts, max_tokens, top)
-        answers = Answers(kind, self.options.model, self.tokenizer, body.n, top)
+            requests = await run_in_threadpool(self.maker.make, body, prompts, max_tokens, top)
+        parsers: list[MessageParser | None] = []
+        if isinstance(body, ChatBody):
+            parsers = [self.maker.format.parser(request.prompt, body.usable_tools) for request in requests]
+        answers = Answers(kind, self.options.model, self.tokenizer, body.n, top, parsers)
         call = _LoggedCall(self, answers.id, requests)
         if body.stream:
             return CallStream(call, answers, http, body.include_usage)
@@ -142,53 +121,6 @@ class Server:
                 *(line(request, "swapped" if request.swapped else "queue") for request in waiting),
             ],
         }
-
-    def _requests(
-        self, body: GenerationBody, prompts: Sequence[Sequence[int]], max_tokens: int | None, top: int | None
-    ) -> list[Request]:
-        count = len(prompts) * body.n
-        if not 1 <= count <= self.options.max_choices:
-            raise ValueError(f"expected 1 to {self.options.max_choices} choices (prompts times n), got {count}")
-        first = secrets.randbits(64) if body.seed is None else body.seed
-        params = SamplingParams(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_k=max(body.top_k, 0),
-            top_p=1.0 if body.top_p is None else body.top_p,
-            min_p=body.min_p,
-        )
-        timeout = self.options.timeout_s
-        return [
-            Request.create(
-                self.session,
-                prompt,
-                self.session.settings.max_seq_len if max_tokens is None else max_tokens,
-                replace(params, seed=(first + choice) % 2**64),
-                end_tokens=() if body.ignore_eos else self._end_tokens,
-                tokenizer=self.tokenizer,
-                stop=body.stop_strings,
-                logprobs=top,
-                deadline=None if timeout is None else time.perf_counter() + timeout,
-            )
-            for prompt in prompts
-            for choice in range(body.n)
-        ]
-
-    def _encode(self, prompt: str | list[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        with self._encoding:
-            return encode_text(self._encoder, prompt)
-
-    def _encode_chat(self, body: ChatBody) -> list[int]:
-        template = self.options.chat_template or self._encoder.chat_template
-        if not template:
-            raise ValueError("the checkpoint has no chat template: use /v1/completions, or serve with --chat-template")
-        messages = [
-            {"role": "system" if message.role == "developer" else message.role, "content": message.text}
-            for message in body.messages
-        ]
-        with self._encoding:
-            return encode_chat(self._encoder, messages, template, body.chat_template_kwargs)
 
     def _check_model(self, body: GenerationBody) -> None:
         if body.model is not None and body.model != self.options.model:

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from replayssm.runtime.chat_format import MessageParser, Part, ToolCall
 from replayssm.runtime.requests import Request, TokenLogprob, Update
 
 LOWEST_LOGPROB = -9999.0
@@ -18,10 +19,20 @@ class Answers:
     """Shapes the answers to one call.
 
     kind: "completion" or "chat". n: choices per prompt. top: likeliest tokens to report, None for no logprobs at all.
+    parsers: of each choice's text, where it may be more than content.
     """
 
-    def __init__(self, kind: str, model: str, tokenizer: Any, n: int = 1, top: int | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        model: str,
+        tokenizer: Any,
+        n: int = 1,
+        top: int | None = None,
+        parsers: Sequence[MessageParser | None] = (),
+    ) -> None:
         self.kind = kind
+        self._parsers = dict(enumerate(parsers))
         self.n = n
         self.id = ("cmpl-" if kind == "completion" else "chatcmpl-") + uuid.uuid4().hex
         self._model = model
@@ -38,7 +49,8 @@ class Answers:
             if self.kind == "completion":
                 choice["text"] = request.text
             else:
-                choice["message"] = {"role": "assistant", "content": request.text, "refusal": None}
+                choice["message"] = self._message(index, request.text)
+                choice["finish_reason"] = self._finish_reason(index, request.finish_reason)
             choice["logprobs"] = self._logprobs(index, [value for part in parts for value in part.logprobs])
             choices.append(choice)
         name = "text_completion" if self.kind == "completion" else "chat.completion"
@@ -58,13 +70,51 @@ class Answers:
         if self.kind == "completion":
             choice["text"] = update.text
         else:
-            choice["delta"] = {"content": update.text} if update.text else {}
+            choice["delta"] = self._delta(index, self._parse(index, update.text or "", bool(update.finish_reason)))
+            choice["finish_reason"] = self._finish_reason(index, update.finish_reason)
+            if not (choice["delta"] or update.logprobs or update.finish_reason):
+                return None
         choice["logprobs"] = self._logprobs(index, update.logprobs)
         return self._piece(choice)
 
     def closing(self, requests: Sequence[Request]) -> dict[str, Any]:
         """The last piece where usage was asked for."""
         return {**self._piece(None), "usage": self._usage(requests)}
+
+    def _parse(self, index: int, text: str, ended: bool) -> Part:
+        parser = self._parsers.get(index)
+        if parser is None:
+            return Part(text)
+        part = parser.feed(text)
+        if ended:
+            rest = parser.finish()
+            part = Part(part.content + rest.content, part.reasoning + rest.reasoning, (*part.calls, *rest.calls))
+        return part
+
+    def _message(self, index: int, text: str) -> dict[str, Any]:
+        part = self._parse(index, text, True)
+        message: dict[str, Any] = {"role": "assistant", "content": part.content, "refusal": None}
+        if part.reasoning:
+            message["reasoning_content"] = part.reasoning
+        if part.calls:
+            message["content"] = part.content or None
+            message["tool_calls"] = [_call(call) for call in part.calls]
+        return message
+
+    def _delta(self, index: int, part: Part) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if part.reasoning:
+            delta["reasoning_content"] = part.reasoning
+        if part.content:
+            delta["content"] = part.content
+        if part.calls:
+            first = self._parsers[index].calls - len(part.calls)
+            delta["tool_calls"] = [{"index": first + i, **_call(call)} for i, call in enumerate(part.calls)]
+        return delta
+
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+        parser = self._parsers.get(index)
+        return "tool_calls" if reason == "stop" and parser is not None and parser.calls else reason
 
     def _usage(self, requests: Sequence[Request]) -> dict[str, Any]:
         prompts = requests[:: self.n]
@@ -116,6 +166,11 @@ class Answers:
 
     def _text(self, token: int) -> str:
         return self._tokenizer.decode([token])
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

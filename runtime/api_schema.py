@@ -6,6 +6,7 @@ taken and ignored.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -19,8 +20,34 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class JsonSchema(BaseModel):
+    """A schema that the answer must follow."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_for_its_type(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("response_format of type json_schema, and no other, has a json_schema")
+        return self
+
+
 class GenerationBody(BaseModel):
-    """What both endpoints share. top_k, min_p and ignore_eos go beyond OpenAI's API, as in other servers."""
+    """What both endpoints share.
+
+    top_k, min_p, repetition_penalty, min_tokens, stop_token_ids and ignore_eos go beyond OpenAI's API, under the names
+    of trtllm-serve.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -36,29 +63,18 @@ class GenerationBody(BaseModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
-    # Taken only with the value that changes nothing.
-    presence_penalty: float | None = 0.0
-    frequency_penalty: float | None = 0.0
-    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float | None = Field(0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(1.0, gt=0.0, le=100.0)
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
+    min_tokens: int = Field(0, ge=0)
+    stop_token_ids: TokenIds | None = None
+    response_format: ResponseFormat | None = None
     # Ignored.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
-
-    @field_validator("presence_penalty", "frequency_penalty")
-    @classmethod
-    def _no_penalty(cls, value: float | None) -> float | None:
-        if value:
-            raise ValueError("penalties are not supported: leave it out or set it to 0")
-        return value
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _no_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if value:
-            raise ValueError("logit_bias is not supported: leave it out")
-        return value
 
     @field_validator("stop")
     @classmethod
@@ -114,30 +130,99 @@ class TextPart(BaseModel):
     text: str
 
 
+class FunctionCall(BaseModel):
+    """arguments: a JSON object as text."""
+
+    name: str
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_an_object(cls, value: str) -> str:
+        try:
+            if isinstance(json.loads(value), dict):
+                return value
+        except ValueError:
+            pass
+        raise ValueError("the arguments of a tool call must be a JSON object, as text")
+
+
+class MessageToolCall(BaseModel):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class Message(BaseModel):
+    """A message. Assistants may have called tools, whose results messages of the role `tool` bring."""
+
     model_config = ConfigDict(extra="forbid")
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    # Ignored.
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
+            raise ValueError("tool_calls and reasoning_content belong to messages of the role assistant")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message needs content, or tool_calls")
+        return self
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates take it: arguments of tool calls as objects."""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": json.loads(call.function.arguments)},
+                }
+                for call in self.tool_calls
+            ]
+        return message
 
 
-class ResponseFormat(BaseModel):
-    type: Literal["text"]
+class Function(BaseModel):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
 
 
 class ChatBody(GenerationBody):
-    """POST /v1/chat/completions. Tools, images and structured output are not supported yet."""
+    """POST /v1/chat/completions. Images are not supported. tool_choice: the model decides, or calls none."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -145,6 +230,12 @@ class ChatBody(GenerationBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs go with logprobs: true")
         return self
+
+    @property
+    def usable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of."""
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.model_dump(exclude_none=True) for tool in tools]
 
     @property
     def token_limit(self) -> int | None:

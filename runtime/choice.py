@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +39,10 @@ def choose(requests: Sequence[Request], rows: Sequence[Row], result: StepResult)
             choices.append(Choice())
         elif not all(usable[span]):
             choices.append(Choice(error=NOT_FINITE))
+        elif request.processor is not None:
+            choices.append(_processed_choice(request, row, result, span))
         else:
-            tokens = _accept(request, row, result, span, targets[span])
+            tokens = _accept(request, row, targets[span], lambda span=span: result.logits[span])
             choices.append(Choice(tokens, _logprobs(request, result, span, tokens)))
     return choices
 
@@ -56,12 +58,26 @@ def _chosen(owners: Sequence[tuple[Request, int]], logits: torch.Tensor) -> tupl
     return sample(logits, batch).tolist(), finite.tolist()
 
 
-def _accept(request: Request, row: Row, result: StepResult, span: slice, targets: list[int]) -> list[int]:
+def _processed_choice(request: Request, row: Row, result: StepResult, span: slice) -> Choice:
+    """The choice from logits that the request's processor has changed, as sampling and accept rules see them."""
+    logits = result.logits[span]
+    try:
+        changed = request.processor.process(logits, [] if request.plan else request.draft.tokens)
+    except ValueError as error:
+        return Choice(error=str(error))
+    count = logits.shape[0]
+    first = request.fed + len(row.tokens) - count + 1
+    batch = SamplingBatch([request.params] * count, range(first, first + count), logits.device)
+    tokens = _accept(request, row, sample(changed, batch).tolist(), lambda: changed)
+    return Choice(tokens, _logprobs(request, result, span, tokens))
+
+
+def _accept(request: Request, row: Row, targets: list[int], logits_of_row: Callable[[], torch.Tensor]) -> list[int]:
     if request.plan or len(row.tokens) == 1:
         return targets
     if request.draft.probs is None:
         return accept_matching(request.draft.tokens, targets)
-    logits = result.logits[span]
+    logits = logits_of_row()
     positions = range(len(request.tokens), len(request.tokens) + logits.shape[0])
     batch = SamplingBatch([request.params] * logits.shape[0], positions, logits.device)
     accept = uniform(batch.seeds, batch.positions, Purpose.ACCEPT)

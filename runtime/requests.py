@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replayssm.runtime.draft_length import AdaptiveDraftLength
+from replayssm.runtime.logits_processor import LogitsProcessor
 from replayssm.runtime.sampling import SamplingParams
 from replayssm.runtime.session import Session, check_token_ids
 from replayssm.runtime.speculation import Draft
@@ -51,6 +52,7 @@ class Request:
     prompt: token ids. max_tokens: most tokens to generate. end_tokens: tokens that end the sequence.
     stream: turns tokens into text and finds stop strings. logprobs: None, or how many likeliest tokens to report
         beside each token's own probability. deadline: clock time after which the request is given up.
+    processor: changes logits before a token is chosen; log-probabilities stay those of the model.
     on_update: called in the scheduler's thread after every step that gave tokens, and once at the end.
     """
 
@@ -61,6 +63,7 @@ class Request:
     stream: TextStream | None = None
     logprobs: int | None = None
     deadline: float | None = None
+    processor: LogitsProcessor | None = None
     on_update: Callable[[Request, Update], None] | None = None
 
     number: int = -1
@@ -99,9 +102,12 @@ class Request:
         end_tokens: Sequence[int] | None = None,
         tokenizer: Any = None,
         stop: Sequence[str] = (),
+        dropped: frozenset[int] | None = None,
         **options: Any,
     ) -> Request:
         """A checked request for `session`'s engine. max_tokens is cut to what max_seq_len leaves.
+
+        stop, dropped: as `TextStream` takes them.
 
         Raises ValueError for an empty, overlong or foreign prompt, max_tokens < 1, or stop strings without a tokenizer.
         """
@@ -124,7 +130,7 @@ class Request:
             params or SamplingParams(),
             min(max_tokens, limit - len(tokens)),
             frozenset(session.engine.eos_token_ids if end_tokens is None else end_tokens),
-            None if tokenizer is None else TextStream(tokenizer, stop),
+            None if tokenizer is None else TextStream(tokenizer, stop, dropped),
             tokens=list(tokens),
             **options,
         )
@@ -154,6 +160,10 @@ class Request:
         """Append a window's tokens up to the first that ends the sequence, and report them."""
         ended = next((i for i, token in enumerate(new) if token in self.end_tokens), None)
         kept = list(new) if ended is None else list(new[: ended + 1])
+        completed = False
+        if self.processor is not None:
+            kept = kept[: self.processor.accept(kept)]
+            completed = self.processor.finished
         text = None
         if self.stream is not None:
             text = self.stream.push(kept)
@@ -162,7 +172,7 @@ class Request:
         self.tokens += kept
         self.first = self.first or now
         self.last = now
-        if ended is not None or (self.stream is not None and self.stream.stopped):
+        if ended is not None or completed or (self.stream is not None and self.stream.stopped):
             self.finish_reason = "stop"
         elif self.remaining <= 0:
             self.finish_reason = "length"

@@ -18,20 +18,22 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_chat(
-    tokenizer: Any, messages: list[dict[str, Any]], template: str | None = None, variables: dict[str, Any] | None = None
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    template: str | None = None,
+    variables: dict[str, Any] | None = None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> list[int]:
     """Token ids of `messages` in a chat template, the tokenizer's own by default, up to where the answer begins.
 
-    variables: of the template.
+    variables: of the template. tools: that the model may call, as OpenAI describes them.
     Raises ValueError if the template fails. It is a program of whoever made the checkpoint, so any exception may come.
     """
-    for message in messages:
-        for value in message.values():
-            if isinstance(value, str):
-                _check_text(value)
+    _check_texts([messages, tools])
     try:
         encoded = tokenizer.apply_chat_template(
             messages,
+            tools=tools,
             chat_template=template,
             add_generation_prompt=True,
             return_dict=True,
@@ -43,6 +45,17 @@ def encode_chat(
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"the chat template refused the messages: {reason}") from error
+
+
+def _check_texts(value: Any) -> None:
+    """`_check_text` of every string in lists and dicts."""
+    if isinstance(value, str):
+        _check_text(value)
+    elif isinstance(value, dict):
+        _check_texts([*value, *value.values()])
+    elif isinstance(value, list):
+        for item in value:
+            _check_texts(item)
 
 
 def _check_text(text: str) -> None:
@@ -58,11 +71,11 @@ def _check_text(text: str) -> None:
 class TextStream:
     """Decodes a growing token sequence piece by piece.
 
-    Special tokens are left out. A piece ends where characters are complete, and text that might become a stop string
-    is held back, so that what was handed out never has to be taken back.
+    Special tokens are left out, or `dropped` ones instead. A piece ends where characters are complete, and text that
+    might become a stop string is held back, so that what was handed out never has to be taken back.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), dropped: frozenset[int] | None = None) -> None:
         if any(not text for text in stop):
             raise ValueError("a stop string must not be empty")
         for text in stop:
@@ -71,6 +84,7 @@ class TextStream:
         self.stopped = False
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._dropped = dropped
         self._tokens: list[int] = []
         self._prefix = 0
         self._read = 0
@@ -110,7 +124,10 @@ class TextStream:
         return full[len(known) :]
 
     def _text(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=True)
+        tokens = self._tokens[start:end]
+        if self._dropped is None:
+            return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return self._tokenizer.decode([t for t in tokens if t not in self._dropped], skip_special_tokens=False)
 
     def _look_for_stop(self) -> None:
         found = [index for index in (self._pending.find(text) for text in self._stop) if index >= 0]

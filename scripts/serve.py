@@ -45,6 +45,13 @@ MIB = 1 << 20
 @click.option("--max-request-bytes", default=8 * MIB, show_default=True, help="Size of a request's body.")
 @click.option("--chat-template", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Jinja file.")
 @click.option(
+    "--tool-parser", help="How the model writes tool calls: qwen3, qwen3_coder, or auto.  [default: unparsed]"
+)
+@click.option(
+    "--reasoning-parser",
+    help="How it writes reasoning: qwen3, qwen3_5, deepseek-r1, nano-v3, or auto.  [default: unparsed]",
+)
+@click.option(
     "--api-key", envvar="REPLAYSSM_API_KEY", help="Bearer token that /v1 wants; better set by $REPLAYSSM_API_KEY."
 )
 @click.option("--shutdown-timeout", default=30, show_default=True, help="Seconds for running requests after SIGTERM.")
@@ -127,6 +134,8 @@ def _server_options(engine: Any, **options: Any) -> Any:
         timeout_s=options["request_timeout"],
         max_body_bytes=options["max_request_bytes"],
         chat_template=None if template is None else template.read_text(encoding="utf-8"),
+        tool_parser=options["tool_parser"],
+        reasoning_parser=options["reasoning_parser"],
     )
 
 

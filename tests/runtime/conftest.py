@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "stand_in"))
 
+WAIT_S = 30
 LAYOUTS = ("nano", "super", "qwen", "qwen_moe")
 
 
@@ -95,3 +98,58 @@ def use_stand_in(monkeypatch, target):
     monkeypatch.setattr(tensorrt, "_build_arch", lambda: 90)
     monkeypatch.setattr(plans, "PLAN_DEVICE", "cpu")
     return module
+
+
+class RunningServer:
+    """A server in a thread on a free port."""
+
+    def __init__(self, engine, slots=2, draft="ngram", scheduling=None, **options):
+        import uvicorn
+
+        from replayssm.runtime.api import ServerOptions, create_app
+        from replayssm.runtime.serving import make_loop
+
+        self.loop = make_loop(engine, slots, scheduling, draft, prefill_chunk=8)
+        self.app = create_app(self.loop, ServerOptions("tiny", **options))
+        config = uvicorn.Config(self.app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=5)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        deadline = time.monotonic() + WAIT_S
+        while not self.server.started:
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.01)
+        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
+
+    def client(self, **options):
+        import openai
+
+        options = {"api_key": "none", "max_retries": 0, "timeout": WAIT_S, **options}
+        return openai.OpenAI(base_url=f"{self.url}/v1", **options)
+
+    def until_idle(self):
+        """Wait until nothing runs and no slot is taken."""
+        scheduler, deadline = self.loop.scheduler, time.monotonic() + WAIT_S
+        while scheduler.has_work or scheduler.session.free_slots < scheduler.session.slots:
+            assert time.monotonic() < deadline, "requests are left over"
+            time.sleep(0.01)
+
+    def stop(self):
+        self.server.should_exit = True
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+        assert not self.loop._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def start(tiny_engine):
+    """`start(**options)` -> RunningServer over the nano engine, stopped at the end."""
+    running = []
+
+    def make(**options):
+        running.append(RunningServer(tiny_engine("nano"), **options))
+        return running[-1]
+
+    yield make
+    for server in running:
+        server.stop()

@@ -19,71 +19,22 @@ pytest.importorskip("prometheus_client")
 
 import httpx
 import openai
-import uvicorn
 
-from replayssm.runtime.api import ServerOptions, create_app
 from replayssm.runtime.generation import generate
 from replayssm.runtime.scheduler import SchedulerOptions
-from replayssm.runtime.serving import make_loop
 from replayssm.runtime.session import Session
 
 WAIT_S = 30
 CHROMIUM = shutil.which("chromium")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if flag %}!{% endif %}assistant:"
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 PROMPTS = ["The state of a sequence", "is read for every token", "and rewritten when its ring is full", "0123456789"]
-
-
-class RunningServer:
-    """A server in a thread on a free port."""
-
-    def __init__(self, engine, slots=2, draft="ngram", scheduling=None, **options):
-        self.loop = make_loop(engine, slots, scheduling, draft, prefill_chunk=8)
-        self.app = create_app(self.loop, ServerOptions("tiny", chat_template=TEMPLATE, **options))
-        config = uvicorn.Config(self.app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=5)
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        deadline = time.monotonic() + WAIT_S
-        while not self.server.started:
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.01)
-        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
-
-    def client(self, **options):
-        options = {"api_key": "none", "max_retries": 0, "timeout": WAIT_S, **options}
-        return openai.OpenAI(base_url=f"{self.url}/v1", **options)
-
-    def until_idle(self):
-        """Wait until nothing runs and no slot is taken."""
-        scheduler, deadline = self.loop.scheduler, time.monotonic() + WAIT_S
-        while scheduler.has_work or scheduler.session.free_slots < scheduler.session.slots:
-            assert time.monotonic() < deadline, "requests are left over"
-            time.sleep(0.01)
-
-    def stop(self):
-        self.server.should_exit = True
-        self.thread.join(WAIT_S)
-        assert not self.thread.is_alive()
-        assert not self.loop._thread.is_alive()
-
-
-@pytest.fixture(scope="module")
-def start(tiny_engine):
-    """`start(**options)` -> RunningServer, stopped at the end."""
-    running = []
-
-    def make(**options):
-        running.append(RunningServer(tiny_engine("nano"), **options))
-        return running[-1]
-
-    yield make
-    for server in running:
-        server.stop()
 
 
 @pytest.fixture(scope="module")
 def server(start):
-    return start(scheduling=SchedulerOptions(prefix_cache_bytes=1 << 24, time_slice=6), max_choices=8)
+    options = {"scheduling": SchedulerOptions(prefix_cache_bytes=1 << 24, time_slice=6), "max_choices": 8}
+    return start(chat_template=TEMPLATE, **options)
 
 
 @pytest.fixture(scope="module")
@@ -177,8 +128,8 @@ def test_chat(client, alone):
     "template", ["{{ raise_exception('no') }}", "{{ 1 // 0 }}", "{{ ''.__class__.__mro__ }}", "{% if %}"]
 )
 def test_a_chat_template_that_fails_is_a_bad_request(server, client, monkeypatch, template):
-    application = server.app.state.server
-    monkeypatch.setattr(application, "options", replace(application.options, chat_template=template))
+    maker = server.app.state.server.maker
+    monkeypatch.setattr(maker, "options", replace(maker.options, chat_template=template))
     with pytest.raises(openai.BadRequestError, match="the chat template refused the messages: "):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
 
@@ -336,8 +287,10 @@ def test_page_in_a_browser(server, tmp_path):
         ({"prompt": "a", "top_k": 2**64}, 400, "top_k must be an integer in"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
         ({"prompt": "a", "colour": 1}, 400, "colour: Extra inputs are not permitted"),
-        ({"prompt": "a", "logit_bias": {"1": 2}}, 400, "logit_bias is not supported"),
-        ({"prompt": "a", "presence_penalty": 1}, 400, "penalties are not supported"),
+        ({"prompt": "a", "logit_bias": {"1": 200}}, 400, "logit_bias: Input should be less than or equal to 100"),
+        ({"prompt": "a", "logit_bias": {"1000": 2}}, 400, "token id 1000 is outside the vocabulary"),
+        ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty: Input should be less than or equal to 2"),
+        ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "has a json_schema"),
         ({"prompt": "a", "echo": True}, 400, "echo and suffix are not supported"),
         ({"prompt": "a", "stop": ["", "b"]}, 400, "none of them empty"),
         ({"prompt": "a", "n": 9}, 400, "expected 1 to 8 choices"),
@@ -361,11 +314,14 @@ def test_bad_completions(server, body, status, message):
     ("body", "message"),
     [
         ({"messages": []}, "at least 1 item"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages: Input should be 'system'"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages: Input should be 'system'"),
+        ({"messages": [{"role": "user"}]}, "a message needs content, or tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]}, "belong to messages of the role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages: "),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": []}, "tools: Extra inputs"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}, "start it with --tool-parser"),
+        ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "'auto' or 'none'"),
         ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs go with logprobs"),
-        ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, "'text'"),
+        ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "yaml"}}, "'json_object'"),
     ],
 )
 def test_bad_chats(server, body, message):
@@ -421,8 +377,8 @@ def test_limits_and_keys(start, tiny_engine):
     server.until_idle()
 
 
-def test_shutdown_ends_streams_and_refuses_requests(tiny_engine):
-    server = RunningServer(tiny_engine("nano"), slots=1, draft="none")
+def test_shutdown_ends_streams_and_refuses_requests(start, tiny_engine):
+    server = start(slots=1, draft="none")
     step = server.loop.scheduler.session.step
     server.loop.scheduler.session.step = lambda rows: time.sleep(0.005) or step(rows)
     stream = server.client().completions.create(model="tiny", prompt=[1], max_tokens=60, temperature=0, stream=True)
