@@ -23,6 +23,13 @@ DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_s
 DEVICE float bits_to_float(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 float_to_bits(float value) { return __float_as_uint(value); }
 
+// Offset of row `index` of rows `stride` elements apart, in one instruction.
+DEVICE long long offset_of(int index, int stride) {
+    long long result;
+    asm("mul.wide.s32 %0, %1, %2;" : "=l"(result) : "r"(index), "r"(stride));
+    return result;
+}
+
 // Never contracted by the compiler: results are the same wherever they are written.
 DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
@@ -160,6 +167,19 @@ DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, floa
         : "r"(float_to_bits(a0)), "r"(float_to_bits(a1)), "r"(float_to_bits(a2)), "r"(float_to_bits(a3)),
           "r"(float_to_bits(b0)), "r"(float_to_bits(b1)));
 }
+
+// Bytes of the pair (a, b) that the selector's four nibbles name, 0 to 3 in a and 4 to 7 in b.
+DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+DEVICE u32 rotate_right(u32 value, int bits) { return __funnelshift_r(value, value, bits); }
+// 1 / value to the last bit for a normal value whose mantissa has few bits: Markstein's correction of an approximation
+// within one ulp, which only a mantissa of all ones defeats.
+DEVICE float short_reciprocal(float value) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(value));
+    return __fmaf_rn(r, __fmaf_rn(-value, r, 1.f), r);
+}
+// Largest of the lanes' values, in every lane.
+DEVICE u32 reduce_max(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
 
 DEVICE float shuffle_up(float value, int delta) { return __shfl_up_sync(0xffffffffu, value, delta); }
 DEVICE float shuffle_down(float value, int delta) { return __shfl_down_sync(0xffffffffu, value, delta); }

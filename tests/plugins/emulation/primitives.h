@@ -65,8 +65,8 @@ jmp_buf scheduler;
 int current, threads;
 std::function<void()> body;
 std::mt19937 random_engine;
-struct BulkCopy { void* to; const void* from; u32 bytes; };
-BulkCopy bulk;
+struct BulkCopy { void* to; const void* from; u32 bytes; u64* barrier; };
+std::vector<BulkCopy> bulk;
 
 inline void yield() {
     if (!_setjmp(fibers[current].at)) _longjmp(scheduler, 1);
@@ -90,7 +90,7 @@ inline void run_block() {
     for (Warp& warp : warps) warp = Warp();
     block_meeting = Rendezvous();
     for (Rendezvous& meeting : group_meetings) meeting = Rendezvous();
-    bulk = {};
+    bulk.clear();
     std::vector<int> order(threads);
     std::iota(order.begin(), order.end(), 0);
     for (long round = 0;; round++) {
@@ -172,6 +172,13 @@ DEVICE u32 pack_bf16(float low, float high) { return (u32)float_to_bf16(low) | (
 DEVICE u16 float_to_fp16(float value) { const _Float16 h = (_Float16)value; u16 b; std::memcpy(&b, &h, 2); return b; }
 DEVICE float fp16_to_float(u16 bits) { _Float16 h; std::memcpy(&h, &bits, 2); return (float)h; }
 
+DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
+    const u64 bytes = (u64)b << 32 | a;
+    u32 result = 0;
+    for (int i = 0; i < 4; i++) result |= (u32)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
+
 DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
     if ((uintptr_t)shared % 16 || (valid && (uintptr_t)global % 16)) {
         std::fprintf(stderr, "emulation: misaligned 16-byte copy\n");
@@ -207,14 +214,17 @@ DEVICE void prefetch(const void* global, u32 bytes) {
     for (u32 i = 0; i < bytes; i++) prefetched = ((const unsigned char*)global)[i];
 }
 DEVICE void prefetch_sector(const void* global) { prefetched = *(const unsigned char*)global; }
-DEVICE void bulk_copy_start(void* shared, const void* global, u32 bytes, u64*) {
+DEVICE long long offset_of(int index, int stride) { return (long long)index * stride; }
+DEVICE void bulk_copy_start(void* shared, const void* global, u32 bytes, u64* barrier) {
     if (bytes % 16 || (uintptr_t)global % 16) { std::fprintf(stderr, "emulation: bad bulk copy\n"); std::abort(); }
-    emulation::bulk = {shared, global, bytes};
+    emulation::bulk.push_back({shared, global, bytes, barrier});
 }
-DEVICE void bulk_copy_wait(u64*) {
-    if (!emulation::bulk.to) return;
-    std::memcpy(emulation::bulk.to, emulation::bulk.from, emulation::bulk.bytes);
-    emulation::bulk.to = nullptr;
+DEVICE void bulk_copy_wait(u64* barrier) {
+    for (emulation::BulkCopy& copy : emulation::bulk)
+        if (copy.barrier == barrier && copy.to) {
+            std::memcpy(copy.to, copy.from, copy.bytes);
+            copy.to = nullptr;
+        }
 }
 
 namespace emulation {
@@ -284,6 +294,22 @@ DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, floa
             d[i] = (float)sum;
         }
         return 0;
+    });
+}
+
+DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
+    const u64 both = (u64)b << 32 | a;
+    u32 result = 0;
+    for (int i = 0; i < 4; i++) result |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return result;
+}
+DEVICE u32 rotate_right(u32 value, int bits) { return value >> bits | value << (32 - bits); }
+DEVICE float short_reciprocal(float value) { return 1.f / value; }
+DEVICE u32 reduce_max(u32 value) {
+    return emulation::exchange("redux", {value}, [](u32 (*in)[6], int) {
+        u32 largest = 0;
+        for (int i = 0; i < 32; i++) largest = std::max(largest, in[i][0]);
+        return largest;
     });
 }
 
