@@ -1,7 +1,7 @@
 """The `replayssm` command: a group whose subcommands are imported only when they run.
 
-The subcommand `name` is the click command `name` of the module `replayssm.scripts.name`. Its line in `COMMANDS` is
-what `replayssm --help` prints, so that the help imports neither torch nor transformers.
+The subcommand `name` is the click command `name` of the module `replayssm.scripts.name`, with hyphens as underscores.
+Its line in `COMMANDS` is what `replayssm --help` prints, so that the help imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ COMMANDS = {
     "generate": "Generate text with an engine.",
     "serve": "Serve an engine over HTTP, with OpenAI's API.",
     "bench": "Measure an engine with trtllm-bench's data sets and reports.",
+    "export-trtllm": "Write a checkpoint as TensorRT-LLM serves it with replay.",
+    "trtllm-module": "Print the directory of the module for TensorRT-LLM.",
+    "check": "Compare the plans of an engine with the torch target.",
     "inspect": "Show state sizes and memory traffic of a model.",
     "doctor": "Show what this machine has and which targets work.",
 }
@@ -40,7 +43,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        return getattr(importlib.import_module(f"replayssm.scripts.{cmd_name}"), cmd_name)
+        name = cmd_name.replace("-", "_")
+        return getattr(importlib.import_module(f"replayssm.scripts.{name}"), name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

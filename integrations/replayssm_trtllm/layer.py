@@ -57,6 +57,8 @@ class Layer(ABC):
     """A mixer and its replay. Subclasses know how the mixer spells things.
 
     index: the mixer's layer number. original: TensorRT-LLM's one-token decode operator.
+    handled, replayed: whether the decode rows of the present call came to `decode`, and were computed by replay.
+    served: whether any were since the state was attached, so that the pool may be behind.
     """
 
     def __init__(self, mixer: Any, index: int) -> None:
@@ -64,7 +66,7 @@ class Layer(ABC):
         self.state: LayerState | None = None
         self.batch: Batch | None = None
         self.rows: Rows | None = None
-        self.handled = self.replayed = False
+        self.handled = self.replayed = self.served = False
 
     # ---------------------------------------------------------------- what a subclass provides
 
@@ -121,6 +123,7 @@ class Layer(ABC):
             tensors[part.name] = torch.zeros(shape, dtype=torch_dtype(part.dtype), device=pool.device)
         assert list(tensors) == [part.name for part in state_parts(geometry, settings)]
         self.state = LayerState(geometry, settings, tensors, error_flag)
+        self.served = False
 
     @property
     def ring_bytes(self) -> int:
@@ -155,7 +158,7 @@ class Layer(ABC):
         """State and rows of the step that is being computed by replay; notes that it is."""
         assert self.state is not None
         assert self.rows is not None
-        self.handled = self.replayed = True
+        self.handled = self.replayed = self.served = True
         return self.state, self.rows
 
     def call_original(self, function: Callable, *args: Any, **kwargs: Any) -> Any:

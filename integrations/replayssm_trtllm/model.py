@@ -62,13 +62,16 @@ class ReplayModel:
         return True
 
     def check(self, layer: Layer) -> None:
-        """Behind a mixer's forward: its decode rows must have come through our operator, or been handed on by it."""
+        """Behind a mixer's forward: its decode rows must have come through our operator, or been handed on by it.
+
+        A mixer that never calls it has lost nothing yet: the next forward call begins with handing everything back.
+        """
         if self._rows is None or layer.handled:
             return
-        layer.pool_advanced()
         reason = f"the mixer of layer {layer.index} decodes without the operator that this module knows"
-        if self._captured:
-            raise RuntimeError(f"ReplaySSM: {reason}; restart with TRTLLM_REPLAYSSM=0")
+        if layer.served or self._captured:
+            raise RuntimeError(f"ReplaySSM: {reason}, on states that are behind; restart with TRTLLM_REPLAYSSM=0")
+        layer.pool_advanced()
         self._stopping = reason
 
     # ---------------------------------------------------------------- one forward call of the model

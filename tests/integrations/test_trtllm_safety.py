@@ -1,0 +1,417 @@
+"""Where replay is refused or hands back, and that TensorRT-LLM's results are the same then as ever."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+EXACT = 2e-6
+"""As in test_trtllm_decode.py."""
+
+
+def difference(pair: tuple[torch.Tensor, torch.Tensor]) -> float:
+    ours, theirs = (part.double() for part in pair)
+    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
+
+
+def warnings_of(trtllm) -> list[str]:
+    return [line for line in trtllm.lines("warning") if "ReplaySSM" in line]
+
+
+def run_some(served, steps: int = 20) -> float:
+    """Two requests, some steps; the largest difference."""
+    worst = difference(served.step([(1, 3), (2, 5)]))
+    for _ in range(steps):
+        worst = max(worst, difference(served.step((), [1, 2])))
+    return worst
+
+
+def run_more(served, steps: int = 20) -> float:
+    return max(difference(served.step((), [1, 2])) for _ in range(steps))
+
+
+def assert_untouched(trtllm, served, reason: str) -> None:
+    """Bit-equal to a model without our module, said once, and every decode call went to upstream's operator."""
+    assert run_some(served) == 0
+    lines = warnings_of(trtllm)
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("[ReplaySSM] not active, TensorRT-LLM is unchanged: ")
+    assert reason in lines[0]
+    assert served.kernel_calls >= 20 * len(served.config.layers)
+    for executor in (served.ours, served.theirs):
+        for layer in served.config.layers:
+            assert torch.equal(executor.manager.get_ssm_states(layer), served.theirs.manager.get_ssm_states(layer))
+
+
+# ------------------------------------------------------------------------------------------------ before registration
+
+
+@pytest.mark.parametrize("version", ["1.1.0", "1.5.0", "2.0.0rc1", "nightly"])
+def test_unknown_version_registers_nothing(trtllm, version):
+    trtllm.root.__version__ = version
+    assert trtllm.load().REGISTERED == []
+    assert trtllm.builtin == trtllm.models.MODEL_CLASS_MAPPING
+    (line,) = warnings_of(trtllm)
+    assert f"TensorRT-LLM {version} is not one of the versions 1.2 to 1.4" in line
+    assert "TRTLLM_REPLAYSSM_TRUST=version" in line
+
+
+@pytest.mark.parametrize("version", ["1.2.0", "1.2.1", "1.3.0rc25", "1.4.0rc1"])
+def test_known_versions(trtllm, version):
+    trtllm.root.__version__ = version
+    assert len(trtllm.load().REGISTERED) == 5
+    assert not warnings_of(trtllm)
+
+
+def test_trusted_version(trtllm, monkeypatch):
+    trtllm.root.__version__ = "1.9.0"
+    monkeypatch.setenv("TRTLLM_REPLAYSSM_TRUST", "version")
+    assert len(trtllm.load().REGISTERED) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("TRTLLM_REPLAYSSM", "0", "TRTLLM_REPLAYSSM=0"),
+        ("TRTLLM_REPLAYSSM", "yes", "TRTLLM_REPLAYSSM must be 0 or 1, got 'yes'"),
+        ("TRTLLM_REPLAYSSM_BUFFER_LEN", "99", "must be an integer between 1 and 32, got '99'"),
+        ("TRTLLM_REPLAYSSM_BUFFER_LEN", "1e1", "must be an integer between 1 and 32, got '1e1'"),
+        ("TRTLLM_REPLAYSSM_TRUST", "all", "choice of version, arguments, manager, got all"),
+    ],
+)
+def test_environment(trtllm, monkeypatch, name, value, message):
+    monkeypatch.setenv(name, value)
+    assert trtllm.load().REGISTERED == []
+    assert trtllm.builtin == trtllm.models.MODEL_CLASS_MAPPING
+    (line,) = warnings_of(trtllm)
+    assert message in line
+
+
+def test_version_without_a_registry(trtllm):
+    del trtllm.models.register_auto_model
+    assert trtllm.load().REGISTERED == []
+    assert "has no model registry where it is expected" in warnings_of(trtllm)[0]
+
+
+def test_version_with_one_of_the_models(trtllm):
+    for name in [name for name in trtllm.builtin if name.startswith("Qwen")]:
+        del trtllm.models.MODEL_CLASS_MAPPING[name]
+    for name in ("modeling_qwen3_next", "modeling_qwen3_5"):
+        sys.modules[f"tensorrt_llm._torch.models.{name}"] = None  # import raises ImportError
+    assert trtllm.load().REGISTERED == ["NemotronHForCausalLM", "NemotronHPuzzleForCausalLM"]
+
+
+def test_missing_compiler(trtllm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    assert trtllm.load().REGISTERED == []
+    assert "pip install cuda-bindings nvidia-cuda-nvrtc" in warnings_of(trtllm)[0]
+
+
+# ---------------------------------------------------------------------------------------------------- before the model
+
+UNSAFE = {
+    "speculation": ({"speculative_config": object()}, "speculative decoding is configured"),
+    "eviction": (
+        {"scheduler_config": SimpleNamespace(capacity_scheduler_policy="MAX_UTILIZATION")},
+        "use GUARANTEED_NO_EVICT",
+    ),
+    "transceiver": ({"cache_transceiver_config": SimpleNamespace(backend="NIXL")}, "sends states to other workers"),
+    "connector": ({"kv_connector_config": object()}, "a connector may read states"),
+    "manager V2": (
+        {"kv_cache_config": SimpleNamespace(use_kv_cache_manager_v2=True)},
+        "suspends requests and moves their states; set it to false",
+    ),
+    "torch.compile": ({"torch_compile_config": object()}, "set it to null"),
+    "beams": ({"max_beam_width": 4}, "set max_beam_width to 1"),
+}
+
+
+@pytest.mark.parametrize("case", UNSAFE)
+def test_unsafe_arguments(trtllm, pair, case):
+    changes, reason = UNSAFE[case]
+    assert_untouched(trtllm, pair(args=trtllm.llm_args.TorchLlmArgs(**changes)), reason)
+
+
+def test_eviction_as_the_enum_of_tensorrt_llm(trtllm, pair):
+    policy = trtllm.llm_args.CapacitySchedulerPolicy.MAX_UTILIZATION
+    args = trtllm.llm_args.TorchLlmArgs(scheduler_config=SimpleNamespace(capacity_scheduler_policy=policy))
+    assert_untouched(trtllm, pair(args=args), "use GUARANTEED_NO_EVICT")
+
+
+def test_transceiver_without_a_backend_is_none(trtllm, pair):
+    args = trtllm.llm_args.TorchLlmArgs(cache_transceiver_config=SimpleNamespace(backend=None))
+    served = pair(args=args)
+    assert run_some(served) < EXACT
+    assert not warnings_of(trtllm)
+
+
+MODEL_CONFIGS = {
+    "speculation": ({"spec_config": object()}, "speculative decoding is configured"),
+    "context parallelism": ({"mapping": SimpleNamespace(cp_size=2)}, "--context_parallel_size 1"),
+    "stochastic rounding": (
+        {"quant_config": SimpleNamespace(mamba_ssm_stochastic_rounding=True)},
+        "rounded stochastically",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MODEL_CONFIGS)
+def test_unsafe_model_configs(trtllm, pair, case):
+    changes, reason = MODEL_CONFIGS[case]
+    assert_untouched(trtllm, pair(**changes), reason)
+
+
+def build_without_loader(trtllm, config):
+    """As some other code might: nobody up the stack holds arguments."""
+    return trtllm.models.MODEL_CLASS_MAPPING["NemotronHForCausalLM"](config)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_invisible_arguments(trtllm, monkeypatch, trusted):
+    if trusted:
+        monkeypatch.setenv("TRTLLM_REPLAYSSM_TRUST", "arguments")
+    trtllm.load()
+    model = build_without_loader(trtllm, trtllm.config.ModelConfig())
+    assert model.post_init_ran
+    replaced = "forward" in vars(model.model[0])
+    assert replaced == trusted
+    assert len(warnings_of(trtllm)) == (0 if trusted else 1)
+
+
+def test_mixer_without_a_known_operator(trtllm, pair, monkeypatch):
+    module = sys.modules["tensorrt_llm._torch.modules.mamba.mamba2_mixer"]
+    monkeypatch.setattr(module, "renamed", module.selective_state_update, raising=False)
+    monkeypatch.delattr(module, "selective_state_update")
+    monkeypatch.setattr(module.Mamba2Mixer, "__init__", with_operator(module, "operator"))
+    served = pair(spelling="operator")
+    assert_untouched(trtllm, served, "has no decode operator 'selective_state_update'")
+
+
+def with_operator(module, name):
+    """Mamba2Mixer's __init__ that keeps the operator in the attribute `name` and nowhere else."""
+    original, operator = module.Mamba2Mixer.__init__, vars(module).get("selective_state_update") or module.renamed
+
+    def construct(self, *, layer_idx, config):
+        module.selective_state_update = operator
+        original(self, layer_idx=layer_idx, config=config)
+        if "renamed" in vars(module):
+            del module.selective_state_update
+
+    return construct
+
+
+# ------------------------------------------------------------------------------------------------- at the first call
+
+
+def test_managers_that_move_states(trtllm, pair):
+    assert_untouched(trtllm, pair(manager="MambaHybridCacheManagerV2"), "use_kv_cache_manager_v2: false")
+
+
+def test_unknown_manager(trtllm, pair):
+    assert_untouched(trtllm, pair(manager="NewKindOfManager"), "NewKindOfManager is unknown to this module")
+
+
+def test_trusted_manager(trtllm, pair, monkeypatch):
+    monkeypatch.setenv("TRTLLM_REPLAYSSM_TRUST", "manager")
+    assert run_some(pair(manager="NewKindOfManager")) < EXACT
+    assert not warnings_of(trtllm)
+
+
+def test_block_reuse_in_the_pool_of_pages(trtllm, pair):
+    served = pair(manager="CppMambaHybridCacheManager")
+    for executor in (served.ours, served.theirs):
+        executor.manager.linear_attention_metadata.states_snapshot_interval = 256
+    assert_untouched(trtllm, served, "enable_block_reuse: false")
+
+
+def test_speculation_that_only_the_manager_knows(trtllm, pair):
+    served = pair()
+    for executor in (served.ours, served.theirs):
+        executor.manager.speculative = True
+    assert_untouched(trtllm, served, "speculative decoding is configured")
+
+
+def test_transposed_states(trtllm, pair):
+    """Kernels that keep [k, v] where ours keeps [v, k], with equal sizes, so that no shape tells."""
+    trtllm.gdn_kernel.TRANSPOSED = True
+    served = pair("gdn", rows=16, columns=16)
+    assert_untouched(trtllm, served, "may keep states transposed")
+
+
+def test_another_formula(trtllm, pair, monkeypatch):
+    """The trial compares results, so it finds what no name or shape tells."""
+    update = trtllm.ssu.update
+
+    def changed(state, x, dt, A, *rest, **kwargs):
+        return update(state, x, dt, 2 * A, *rest, **kwargs)
+
+    monkeypatch.setattr(trtllm.ssu, "update", changed)
+    assert_untouched(trtllm, pair(), "computes something else here than in this module")
+
+
+def test_dummy_weights_with_a_growing_state(trtllm, pair):
+    served = pair()
+    with torch.no_grad():
+        for executor in (served.ours, served.theirs):
+            for mixer in executor.model.model:
+                mixer.A.fill_(1e-3)
+    assert_untouched(trtllm, served, "the weights are dummies")
+
+
+def test_operator_that_fails_its_trial(trtllm, pair, monkeypatch):
+    served = pair()
+    operator = served.ours.model.model[0]
+    real = trtllm.ssu.selective_state_update
+
+    def failing(state, *args, **kwargs):
+        if state.shape[0] == 2:
+            raise RuntimeError("no such kernel")
+        return real(state, *args, **kwargs)
+
+    layer = operator._stp_ssu_func.__self__
+    layer.original = failing
+    assert_untouched(trtllm, served, "trial of layer 0's decode operator failed: no such kernel")
+
+
+def test_pool_that_the_kernels_cannot_address(trtllm, pair):
+    served = pair()
+    for executor in (served.ours, served.theirs):
+        states = executor.manager.ssm_states
+        executor.manager.ssm_states = states.transpose(-1, -2).contiguous().transpose(-1, -2)
+    assert_untouched(trtllm, served, "must be dense")
+
+
+# ------------------------------------------------------- whoever reads the pool between two tokens finds it current
+
+
+def stale(served, request: int = 1) -> bool:
+    """Whether our pool is behind upstream's: without it, the tests below would test nothing."""
+    ours, theirs = served.pools(0, request)
+    return bool((ours - theirs).norm() > 0.01 * theirs.norm())
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
+@pytest.mark.parametrize("with_kv_lens", [True, False])
+def test_prompt_that_continues_a_decoded_sequence(pair, kind, with_kv_lens):
+    """The prompt operators start from the pool."""
+    served = pair(kind, with_kv_lens=with_kv_lens)
+    run_some(served, 5)
+    assert stale(served)
+    assert difference(served.step([(1, 6)], [2])) < EXACT
+    for _ in range(20):
+        assert difference(served.step((), [2, 1])) < EXACT
+
+
+def test_mixed_batch_that_cannot_be_parted(trtllm, pair):
+    """A version with an argument that we do not know: the chunked kernel reads the decode rows' states."""
+    served = pair("gdn")
+    run_some(served, 5)
+    assert stale(served)
+    for executor in (served.ours, served.theirs):
+        for mixer in executor.model.model:
+            mixer.unknown_arguments = {"packed_layout": True}
+    assert difference(served.step([(3, 4)], [1, 2])) < EXACT
+    assert not stale(served)
+    for _ in range(20):
+        assert difference(served.step((), [2, 1, 3])) < EXACT
+    assert any("a call that this module does not know" in line for line in warnings_of(trtllm))
+
+
+def test_decode_call_with_an_unknown_argument(trtllm, pair):
+    served = pair()
+    run_some(served, 5)
+    assert stale(served)
+    layer = served.ours.model.model[0]._stp_ssu_func.__self__
+    known = layer._is_one_token
+    layer._is_one_token = lambda **call: False
+    assert difference(served.step((), [1, 2])) < EXACT
+    assert not stale(served)
+    layer._is_one_token = known
+    for _ in range(20):
+        assert difference(served.step((), [2, 1])) < EXACT
+
+
+@pytest.mark.parametrize("spelling", ["selective_state_update_func", "_stp_ssu_func"])
+def test_verify_step(trtllm, pair, spelling):
+    """A deployment without speculation has none; if one comes all the same, it reads the pool and leaves it."""
+    served = pair(spelling=spelling, layers=(0,))
+    run_some(served, 5)
+    assert stale(served)
+    buffers = []
+    for executor in (served.ours, served.theirs):
+        executor.manager.speculative = True
+        states = executor.manager.get_ssm_states(0)
+        executor.manager.intermediate_ssm = states.new_zeros(2, 4, *states.shape[1:])
+        buffers.append(executor.manager.intermediate_ssm)
+    results = served.step((), [1, 2], spec_metadata=object(), tokens=4)
+    assert difference(results) < EXACT
+    assert not stale(served)
+    torch.testing.assert_close(*buffers, rtol=EXACT, atol=EXACT)
+    # All drafts rejected: both go on from the state before them.
+    for executor in (served.ours, served.theirs):
+        executor.manager.speculative = False
+        for request in (1, 2):
+            executor.done[request] -= 4
+    for _ in range(20):
+        assert difference(served.step((), [1, 2])) < EXACT
+
+
+def call_plain_operator(trtllm, served, layer: int) -> None:
+    """Let a mixer of ours call TensorRT-LLM's operator as if its code had another name for it."""
+    served.ours.model.model[layer]._stp_ssu_func = trtllm.ssu.selective_state_update
+
+
+def test_mixer_that_never_calls_the_operator(trtllm, pair):
+    """The first layer replays a token before the second one shows: then everything is handed back."""
+    served = pair()
+    call_plain_operator(trtllm, served, layer=1)
+    assert run_some(served, 1) < EXACT
+    assert stale(served)
+    assert run_more(served) < EXACT
+    for layer in (0, 1):
+        for request in (1, 2):
+            assert difference(tuple(pool.flatten()[None] for pool in served.pools(layer, request))) < EXACT
+    (line,) = warnings_of(trtllm)
+    assert "stopped, TensorRT-LLM's operators go on: the mixer of layer 1 decodes without the operator" in line
+
+
+def test_mixer_that_stops_calling_the_operator(trtllm, pair):
+    """Its pool is behind by then: nothing but an error will do."""
+    served = pair()
+    run_some(served, 5)
+    call_plain_operator(trtllm, served, layer=1)
+    with pytest.raises(RuntimeError, match="decodes without the operator that this module knows, on states that are"):
+        served.step((), [1, 2])
+
+
+def test_new_pool(trtllm, pair):
+    """The estimate of the memory uses a pool of its own; the real one comes later, with other slots."""
+    served = pair()
+    run_some(served, 5)
+    for executor in (served.ours, served.theirs):
+        executor.manager = trtllm.managers.MixedMambaHybridCacheManager(served.config, 9, torch.float32)
+        executor.metadata.kv_cache_manager = executor.manager
+        executor.done.clear()
+    assert run_some(served) < EXACT
+    assert sum("active for 2 recurrent layers" in line for line in trtllm.lines("info")) == 2
+
+
+def test_call_without_a_pool(pair):
+    """Warm-ups without a state manager fail in upstream's mixer, with upstream's error."""
+    served = pair()
+    served.ours.metadata.kv_cache_manager = None
+    with pytest.raises(AttributeError, match="NoneType"):
+        served.ours.step([(1, 3)])
+
+
+def test_error_flag_is_raised(pair):
+    """An invalid row never passes in silence."""
+    served = pair(layers=(0,))
+    run_some(served, 2)
+    layer = served.ours.model.model[0]._stp_ssu_func.__self__
+    layer.state.error_flag.fill_(2)
+    with pytest.raises(RuntimeError, match=r"ReplaySSM: a row's seq_len lies below its checkpoint"):
+        run_some(served, 70)
