@@ -158,9 +158,13 @@ def make_loop(
     device: torch.device | str = "cpu",
     draft_engine: Engine | None = None,
     adaptive_drafts: bool = False,
+    graphs: bool | None = None,
 ) -> EngineLoop:
-    """A loop, not started yet, over a new session that is warm. adaptive_drafts: measure drafts and choose lengths."""
-    session = Session(engine, slots, device, prefill_chunk)
+    """A loop, not started yet, over a new session that is warm.
+
+    adaptive_drafts: measure drafts and choose lengths. graphs: as `Session` takes it.
+    """
+    session = Session(engine, slots, device, prefill_chunk, graphs)
     drafter, options = make_drafter(draft, session, draft_engine), options or SchedulerOptions()
     scheduler = Scheduler(session, drafter, options)
     session.warm_up()

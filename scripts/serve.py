@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from replayssm.scripts.config_file import apply_config
+
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 MIB = 1 << 20
 
@@ -14,9 +16,16 @@ MIB = 1 << 20
 @click.command()
 @click.argument("engine", required=False, type=DIRECTORY)
 @click.option("--checkpoint", type=DIRECTORY, help="Serve this checkpoint; its engine is built once and kept.")
+@click.option(
+    "--config",
+    "--extra-llm-api-options",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="YAML with trtllm-serve's keys; it goes before the command line.",
+)
 @click.option("--host", default="localhost", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
+@click.option("--cuda-graphs/--no-cuda-graphs", default=None, help="Capture steps.  [default: on CUDA]")
 @click.option("--served-model-name", help="Name that clients use.  [default: the model's]")
 @click.option("--max-batch-size", type=int, help="Sequences at the same time.  [default: what the memory holds]")
 @click.option("--max-num-tokens", type=int, help="Tokens of one step.  [default: 8192]")
@@ -59,10 +68,17 @@ MIB = 1 << 20
     "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
 )
 @click.option("--log-format", default="text", show_default=True, type=click.Choice(["text", "json"]))
-def serve(engine: Path | None, checkpoint: Path | None, log_level: str, log_format: str, **options: Any) -> None:
+def serve(
+    engine: Path | None,
+    checkpoint: Path | None,
+    config: Path | None,
+    log_level: str,
+    log_format: str,
+    **options: Any,
+) -> None:
     """Serve ENGINE over HTTP: OpenAI's completions and chat, /health and /metrics.
 
-    Options carry trtllm-serve's names where the meaning is the same.
+    Options carry trtllm-serve's names where the meaning is the same, and --config takes its YAML keys.
     """
     if (engine is None) == (checkpoint is None):
         raise click.UsageError("give an engine directory, or --checkpoint")
@@ -78,6 +94,7 @@ def serve(engine: Path | None, checkpoint: Path | None, log_level: str, log_form
     from replayssm.runtime.engine import Engine
 
     logs.set_up(log_level, log_format == "json")
+    options = options if config is None else apply_config(config, options)
     loaded = Engine.load(engine or _cached_engine(checkpoint))
     app = create_app(_loop(loaded, **options), _server_options(loaded, **options))
     uvicorn.run(
@@ -121,6 +138,7 @@ def _loop(engine: Any, **options: Any) -> Any:
         options["device"],
         draft_engine,
         options["adaptive_drafts"],
+        options["cuda_graphs"],
     )
 
 

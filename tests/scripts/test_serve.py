@@ -114,6 +114,8 @@ def test_kill_and_restart_from_a_checkpoint(tiny_checkpoint, tmp_path):
         (("ENGINE", "--free-gpu-memory-fraction", 1e-9), "may be used: lower --max-batch-size"),
         (("ENGINE/weights",), "has no config.json"),
         (("/nowhere",), "does not exist"),
+        (("ENGINE", "--tool-parser", "hermes"), "tool_parser must be one of qwen3, qwen3_coder, got 'hermes'"),
+        (("ENGINE", "--config", "ENGINE/config.json"), "config.json: the key 'format' means nothing here"),
     ],
 )
 def test_bad_options(engine, monkeypatch, arguments, message):
