@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -61,6 +63,26 @@ def test_every_package_is_listed() -> None:
         for path in (ROOT / folder).rglob("__init__.py")
     }
     assert listed == folders
+
+
+def test_module_for_tensorrt_llm_is_found_where_the_wheel_is_installed(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """`pip install --no-deps`: beside packages that are there, but without the editable installation (-S)."""
+    wheel.extractall(tmp_path)
+    standin = ROOT / "tests" / "integrations" / "standin"
+    path = os.pathsep.join(map(str, (tmp_path, sysconfig.get_paths()["purelib"], standin)))
+    code = "from replayssm.scripts.cli import main; main()"
+    found, checked = (
+        subprocess.run(
+            [sys.executable, "-S", "-c", code, "trtllm-module", *arguments],
+            env=os.environ | {"PYTHONPATH": path},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for arguments in ((), ("--check",))
+    )
+    assert Path(found.strip()) == tmp_path / "replayssm" / "integrations" / "replayssm_trtllm"
+    assert checked.startswith("replay is registered for NemotronHForCausalLM")
 
 
 def test_console_command_is_declared(wheel: zipfile.ZipFile) -> None:

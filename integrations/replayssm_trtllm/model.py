@@ -201,7 +201,9 @@ class ReplayModel:
     def _require_memory(self, needed: int, slots: int, device: torch.device) -> None:
         if device.type != "cuda":
             return
-        free, _ = torch.cuda.mem_get_info(device)
+        # What torch keeps for itself counts: the rings of an earlier pool are in there.
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + cached
         if needed > RING_SHARE * free:
             raise RefusedError(
                 f"the rings of {slots} slots need {needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free; lower "
