@@ -172,13 +172,6 @@ DEVICE u32 pack_bf16(float low, float high) { return (u32)float_to_bf16(low) | (
 DEVICE u16 float_to_fp16(float value) { const _Float16 h = (_Float16)value; u16 b; std::memcpy(&b, &h, 2); return b; }
 DEVICE float fp16_to_float(u16 bits) { _Float16 h; std::memcpy(&h, &bits, 2); return (float)h; }
 
-DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
-    const u64 bytes = (u64)b << 32 | a;
-    u32 result = 0;
-    for (int i = 0; i < 4; i++) result |= (u32)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
-    return result;
-}
-
 DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
     if ((uintptr_t)shared % 16 || (valid && (uintptr_t)global % 16)) {
         std::fprintf(stderr, "emulation: misaligned 16-byte copy\n");
@@ -214,6 +207,7 @@ DEVICE void prefetch(const void* global, u32 bytes) {
     for (u32 i = 0; i < bytes; i++) prefetched = ((const unsigned char*)global)[i];
 }
 DEVICE void prefetch_sector(const void* global) { prefetched = *(const unsigned char*)global; }
+DEVICE void hold_until_here(u32&) {}
 DEVICE long long offset_of(int index, int stride) { return (long long)index * stride; }
 DEVICE void bulk_copy_start(void* shared, const void* global, u32 bytes, u64* barrier) {
     if (bytes % 16 || (uintptr_t)global % 16) { std::fprintf(stderr, "emulation: bad bulk copy\n"); std::abort(); }
