@@ -153,3 +153,34 @@ def start(tiny_engine):
     yield make
     for server in running:
         server.stop()
+
+
+class Sentence:
+    """A grammar of one text, for a random model to say what a trained one would."""
+
+    def __init__(self, tokens, vocab_size):
+        self.tokens, self.vocab_size, self.taken = tokens, vocab_size, 0
+
+    @property
+    def finished(self):
+        return self.taken == len(self.tokens)
+
+    def allowed(self, drafts, count):
+        import torch
+
+        rows = torch.zeros(count, self.vocab_size, dtype=torch.bool)
+        for index in range(count):
+            rows[index, self.tokens[min(self.taken + index, len(self.tokens) - 1)]] = True
+        return rows
+
+    def accept(self, tokens):
+        count = min(len(tokens), len(self.tokens) - self.taken)
+        assert tokens[:count] == self.tokens[self.taken : self.taken + count]
+        self.taken += count
+        return count
+
+
+@pytest.fixture(scope="session")
+def sentence():
+    """`sentence(tokens, vocab_size)` -> a grammar for `LogitsProcessor` that allows this text and no other."""
+    return Sentence

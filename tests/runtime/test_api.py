@@ -5,8 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import random
 import re
-import shutil
-import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -25,7 +23,6 @@ from replayssm.runtime.scheduler import SchedulerOptions
 from replayssm.runtime.session import Session
 
 WAIT_S = 30
-CHROMIUM = shutil.which("chromium")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if flag %}!{% endif %}assistant:"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 PROMPTS = ["The state of a sequence", "is read for every token", "and rewritten when its ring is full", "0123456789"]
@@ -259,24 +256,6 @@ def test_stats_and_page(server, client):
     assert not re.findall(r"(?:src|href)=|https?://", page.text), "the page must need nothing else"
     used = set(re.findall(r"\b(?:now|last)\.(\w+)", page.text)) | set(re.findall(r"\brequest\.(\w+)", page.text))
     assert used <= set(stats) | set(line)
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
-def test_page_in_a_browser(server, tmp_path):
-    """The page's own requests fill it: headless, one virtual second."""
-    options = (
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path}",
-        "--virtual-time-budget=1500",
-    )
-    result = subprocess.run(
-        [CHROMIUM, *options, "--dump-dom", f"{server.url}/"], capture_output=True, text=True, timeout=WAIT_S, check=True
-    )
-    assert '<span id="model">tiny</span>' in result.stdout
-    assert re.search(r'id="status"[^>]*>live<', result.stdout)
-    assert '<div class="value" id="batch">0 / 2</div>' in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ pytest.importorskip("llguidance")
 pytest.importorskip("openai")
 
 import openai
-import torch
 
 from replayssm.runtime.logits_processor import LogitsProcessor
 
@@ -34,29 +33,6 @@ CALL = "<tool_call>\n<function=add>\n<parameter=a>\n{}\n</parameter>\n</function
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "temperature": 0}
 
 
-class Sentence:
-    """A grammar of one text."""
-
-    def __init__(self, tokens, vocab_size):
-        self.tokens, self.vocab_size, self.taken = tokens, vocab_size, 0
-
-    @property
-    def finished(self):
-        return self.taken == len(self.tokens)
-
-    def allowed(self, drafts, count):
-        rows = torch.zeros(count, self.vocab_size, dtype=torch.bool)
-        for index in range(count):
-            rows[index, self.tokens[min(self.taken + index, len(self.tokens) - 1)]] = True
-        return rows
-
-    def accept(self, tokens):
-        count = min(len(tokens), len(self.tokens) - self.taken)
-        assert tokens[:count] == self.tokens[self.taken : self.taken + count]
-        self.taken += count
-        return count
-
-
 @pytest.fixture(scope="module")
 def server(start):
     return start(chat_template=TEMPLATE, tool_parser="auto", reasoning_parser="qwen3_5")
@@ -68,21 +44,21 @@ def client(server):
 
 
 @pytest.fixture
-def say(server, monkeypatch):
+def say(server, sentence, monkeypatch):
     """`say(text)`: the model answers this from now on. Returns the prompts that it was given."""
     maker, prompts = server.app.state.server.maker, []
+    vocab_size = maker.session.engine.vocab_size
 
     def make(text):
         tokens = maker.tokenizer(text)["input_ids"]
 
         def processor(body, prompt, end_tokens):
             prompts.append(maker.tokenizer.decode(prompt))
-            return LogitsProcessor(prompt, grammar=Sentence(tokens, server.session_vocab))
+            return LogitsProcessor(prompt, grammar=sentence(tokens, vocab_size))
 
         monkeypatch.setattr(maker, "_processor", processor)
         return prompts
 
-    server.session_vocab = server.loop.scheduler.session.engine.vocab_size
     return make
 
 

@@ -119,7 +119,6 @@ def test_kill_and_restart_from_a_checkpoint(tiny_checkpoint, tmp_path):
     try:
         ready = httpx.get(f"{server.url}/health", timeout=30)
         used = cpu_seconds(server.process.pid)
-        print("USED", used)
         assert (ready.status_code, server.complete(**body).status_code) == (200, 200)
     finally:
         server.end(signal.SIGTERM)
