@@ -1,23 +1,20 @@
 """CUDA implementations behind the operators of `plugins.torch_ops`.
 
-`register()` makes the kernels serve CUDA tensors; it compiles nothing until an operator is called. Decode, verify and
-prefill rows run in one launch per operator. Prefill rows are computed token by token inside the same kernels: correct,
-but far from what chunked tensor-core kernels will reach (they are not written yet).
+`register()` makes the kernels serve CUDA tensors; it compiles nothing until an operator is called. Decode and verify rows
+run in one launch per operator; calls with prefill rows add a launch of the prefill kernels, where these take the layer.
 
 Sizes and formats without a kernel (see `geometry.UnsupportedGeometryError`) run the PyTorch reference on the CPU with
 copies both ways: correct, slow, not capturable; a warning says so once per reason.
 
-Verified on an H200 at commit b716b55: `mamba2_window` and `gdn_window` (replay and baseline modes at the sizes of the
-four target models, windows 1 and 5, fp32 and fp16 checkpoints; smaller sizes under compute-sanitizer's memcheck) and
-`causal_conv1d_window`. The attention kernel has run under emulation only (and in GPU tests whose report was cut off),
-so it stays behind `register(attention_kernel=True)` until a full run confirms it; without it attention takes the CPU
-path.
+Whole generations of the example models run on them on an H200, captured in CUDA graphs, and give the CPU's tokens
+(tests/runtime/test_session_cuda.py).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 
 import torch
@@ -31,11 +28,10 @@ from replayssm.plugins.torch_ops import register_implementation
 
 
 @cache
-def register(attention_kernel: bool = False) -> None:
-    """Serve the operators' CUDA tensors. Idempotent. attention_kernel: use the kernel that no GPU run has confirmed."""
-    for name in ("mamba2_window", "gdn_window", "causal_conv1d_window"):
+def register() -> None:
+    """Serve the operators' CUDA tensors. Idempotent."""
+    for name in ("mamba2_window", "gdn_window", "causal_conv1d_window", "attention_window"):
         register_implementation(name, "cuda", globals()[name])
-    register_implementation("attention_window", "cuda", attention_window if attention_kernel else _attention_on_cpu)
 
 
 def _float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,6 +89,28 @@ def _reference(name: str, reason: str, *args) -> torch.Tensor:
     return out.to(device)
 
 
+_leave_gaps = False
+
+
+@contextmanager
+def gaps_left_unwritten() -> Iterator[None]:
+    """Within this context, outputs of tokens that belong to no row hold anything instead of zeros.
+
+    For callers that know those tokens and ignore them, such as steps of a fixed width: zeros cost a fill per operator.
+    """
+    global _leave_gaps
+    before, _leave_gaps = _leave_gaps, True
+    try:
+        yield
+    finally:
+        _leave_gaps = before
+
+
+def _output(like: torch.Tensor) -> torch.Tensor | None:
+    """Where a kernel writes: None lets the launcher allocate zeros."""
+    return torch.empty_like(like, memory_format=torch.contiguous_format) if _leave_gaps else None
+
+
 def has_kernel(state: LayerState) -> bool:
     """Whether a kernel serves this state on its device. Of attention and convolutions, those with a usual call."""
     geometry, settings = state.geometry, state.settings
@@ -114,7 +132,8 @@ def mamba2_window(x, dt, B, C, A_log, D, dt_bias, state, *rest) -> torch.Tensor:
     *index, layer = rest
     packed = [_token_rows(tensor, x.dtype) for tensor in (x, B, C)]
     constants = [_float32(tensor) for tensor in (A_log, D, dt_bias)]
-    return launch.mamba2_window(packed[0], dt.to(x.dtype), *packed[1:], *constants, state, *_int32(index), layer)
+    inputs = (packed[0], dt.to(x.dtype), *packed[1:], *constants)
+    return launch.mamba2_window(*inputs, state, *_int32(index), layer, _output(x))
 
 
 @_or_reference("gdn_window")
@@ -122,13 +141,15 @@ def gdn_window(q, k, v, a, b, A_log, dt_bias, state, *rest) -> torch.Tensor:
     *index, layer = rest
     packed = [_token_rows(tensor, v.dtype) for tensor in (q, k, v)]
     gates = [tensor.to(v.dtype) for tensor in (a, b)]
-    return launch.gdn_window(*packed, *gates, _float32(A_log), _float32(dt_bias), state, *_int32(index), layer)
+    inputs = (*packed, *gates, _float32(A_log), _float32(dt_bias))
+    return launch.gdn_window(*inputs, state, *_int32(index), layer, _output(v))
 
 
 @_or_reference("causal_conv1d_window")
 def causal_conv1d_window(x, weight, bias, state, *index) -> torch.Tensor:
     bias = None if bias is None else bias.to(weight.dtype).contiguous()
-    return launch.causal_conv1d_window(_token_rows(x, x.dtype), weight.contiguous(), bias, state, *_int32(index))
+    x = _token_rows(x, x.dtype)
+    return launch.causal_conv1d_window(x, weight.contiguous(), bias, state, *_int32(index), _output(x))
 
 
 @_or_reference("attention_window")
@@ -136,7 +157,3 @@ def attention_window(q, k, v, state, *rest) -> torch.Tensor:
     *index, scale = rest
     packed = [_token_rows(tensor, q.dtype) for tensor in (q, k, v)]
     return launch.attention_window(*packed, state, *_int32(index), scale)
-
-
-def _attention_on_cpu(*args) -> torch.Tensor:
-    return _reference("attention_window", "its kernel is not confirmed on a GPU yet", *args)

@@ -93,17 +93,20 @@ def plan_gated_rms_norm(
 ) -> Launch:
     """out = gated norm of x by z, both [T, n]; weight [n] or [group_size]."""
     columns = x.shape[-1]
+    warps = min(8, -(-group_size // (CHUNK * 32)))
     config = _config(
         "gated_rms_norm",
         x.dtype,
-        128,
+        128 if warps == 1 else 32 * warps,
+        shared=128,
         COLUMNS=columns,
         GROUP_COLUMNS=group_size,
         WEIGHT_COLUMNS=weight.numel(),
+        GROUP_WARPS=warps,
         GATE_FIRST=int(gate_first),
     )
     arguments = [x, z, weight, _float_bits(eps), x.stride(0), z.stride(0), out]
-    return Launch(config, arguments, x.shape[0], -(-(columns // group_size) // 4))
+    return Launch(config, arguments, x.shape[0], -(-(columns // group_size) // (4 if warps == 1 else 1)))
 
 
 def plan_norm_rope(

@@ -241,7 +241,7 @@ def attention_config(
 def _attention_shared_bytes(head_dim: int, warps: int) -> int:
     """sizeof(Shared) of the attention kernel, which checks it at compile time."""
     stride = (head_dim + 8) * 2
-    tiles, sums = warps * 2 * 16 * stride, warps * 16 * head_dim * 4
+    tiles, sums = warps * 2 * 2 * 16 * stride, warps * 16 * head_dim * 4  # two stages of keys and values
     return round_up(max(tiles, sums) + 16 * stride + 2 * warps * 16 * 4 + 4, 16)
 
 

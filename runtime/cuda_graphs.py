@@ -59,6 +59,8 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
+        from replayssm.plugins.cuda_ops import gaps_left_unwritten
+
         # Compiling, loading and library handles must not fall into the capture.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -66,7 +68,9 @@ class CudaCapture:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads of a server may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        # Tokens behind a short window, or of padding rows, are ignored whatever they hold.
+        with capture, gaps_left_unwritten():
             body()
         return graph.replay
 

@@ -19,6 +19,7 @@ from replayssm.plugins.state import LayerState, commit, copy_slot
 from replayssm.runtime.cuda_graphs import StepGraph
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.errors import NOT_FINITE, InferenceError
+from replayssm.runtime.executor import Executor
 from replayssm.runtime.program import DraftRow, Program, Row, StepResult, executor_maker
 
 __all__ = ["LOGITS", "PREFILL_CHUNK", "DraftRow", "Row", "Session", "StepResult", "check_token_ids", "checked_device"]
@@ -65,7 +66,7 @@ class Session:
         if self.device.type == "cuda":
             from replayssm.plugins import cuda_ops
 
-            cuda_ops.register(attention_kernel=True)
+            cuda_ops.register()
         flag = torch.zeros(1, dtype=torch.int32, device=self.device)
         graphs = self.device.type == "cuda" and not engine.has_plans if graphs is None else graphs
         # A plan's kernels are compiled for all slots.
@@ -138,6 +139,11 @@ class Session:
             for program, value in self._programs.items()
             for name, state in value.states.items()
         }
+
+    @property
+    def executors(self) -> dict[str, Executor]:
+        """What runs each network, by its name."""
+        return {name: program.executor for name, program in self._programs.items()}
 
     @property
     def state_bytes(self) -> int:

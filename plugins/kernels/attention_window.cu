@@ -1,11 +1,14 @@
-// Attention of packed windows over a position-addressed KV cache. A block serves one token and one tile of up to 16 query
-// heads that share a KV head; its warps split the positions and merge their running softmax at the end. The window's own
-// keys and values are read from the inputs, earlier ones from the cache. See plugins/reference/attention.py.
+// Attention of packed windows over a position-addressed KV cache. A block serves one KV head and a tile of 16 queries:
+// neighbouring tokens of one row times the query heads that share the KV head, so that a verify window reads the cache
+// once or twice, not once a token. Its warps split the positions, each with the next keys and values on their way while
+// it works, and merge their running softmax at the end. The window's own keys and values are read from the inputs,
+// earlier ones from the cache. See plugins/reference/attention.py.
 //
 // Stamped in: KV_HEADS, GROUP (query heads per KV head), HEAD_DIM, WARPS, ACTIVATION_FORMAT, SHARED_BYTES.
 #include "rows.cuh"
 
-constexpr int THREADS = WARPS * 32, QUERY_TILES = (GROUP + 15) / 16;
+constexpr int THREADS = WARPS * 32, HEAD_TILES = (GROUP + 15) / 16;
+constexpr bool PACKED = GROUP <= 16;  // else a tile holds 16 heads of one token
 constexpr int STRIDE = HEAD_DIM + 8, POSITIONS = 16, OUTPUT_TILES = HEAD_DIM / 8;
 
 struct Tile {
@@ -14,7 +17,7 @@ struct Tile {
 };
 struct Shared {
     union {
-        Tile tiles[WARPS];
+        Tile tiles[WARPS][2];
         float sums[WARPS][16][HEAD_DIM];
     };
     alignas(16) activation_t q[16 * STRIDE];
@@ -22,6 +25,41 @@ struct Shared {
     int row;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
+
+// Query r of a tile: `token` of the window and `head` among those that share the KV head.
+struct Query {
+    int token, head;
+    bool valid;
+};
+DEVICE Query tile_query(int tile, int first_head, int r, int length) {
+    const int flat = tile * 16 + r;
+    if constexpr (PACKED) return {flat / GROUP, flat % GROUP, flat < length * GROUP};
+    return {tile, first_head + r, first_head + r < GROUP};
+}
+
+// The active row that `token` belongs to, or -1. In steps whose rows have equal windows the first look finds it.
+DEVICE int find_row(int token, const int* seq_lens, const int* window_starts, const int* window_lens,
+                    const int* state_batch_indices, int num_tokens, int num_slots, int max_seq_len, int num_rows,
+                    int* error_flag, int* found) {
+    const int tid = threadIdx.x;
+    const bool reports = blockIdx.x == 0 && blockIdx.y == 0;
+    if (num_rows > 0 && !reports) {
+        const int guess = (int)((long long)token * num_rows / num_tokens);
+        const Row row = read_row(guess, seq_lens, window_starts, window_lens, state_batch_indices, num_tokens,
+                                 num_slots, max_seq_len, nullptr, 0, 0);
+        if (row.active && token >= row.start && token < row.start + row.length) return guess;
+    }
+    if (tid == 0) *found = -1;
+    sync_threads();
+    for (int b = tid; b < num_rows; b += THREADS) {
+        const Row row = read_row(b, seq_lens, window_starts, window_lens, state_batch_indices, num_tokens, num_slots,
+                                 max_seq_len, nullptr, 0, 0);
+        if (row.error && reports) atomic_or(error_flag, row.error);
+        if (row.active && token >= row.start && token < row.start + row.length) *found = b;
+    }
+    sync_threads();
+    return *found;
+}
 
 KERNEL(THREADS, 1)
 attention_window(
@@ -34,46 +72,30 @@ attention_window(
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
-    const int token = blockIdx.x, head = (int)blockIdx.y / QUERY_TILES, first = (int)blockIdx.y % QUERY_TILES * 16;
-    const int heads = GROUP - first < 16 ? GROUP - first : 16;
+    const int head = (int)blockIdx.y / HEAD_TILES, first_head = (int)blockIdx.y % HEAD_TILES * 16;
 
-    if (tid == 0) shared.row = -1;
-    sync_threads();
-    for (int b = tid; b < num_rows; b += THREADS) {
-        const Row row = read_row(b, seq_lens, window_starts, window_lens, state_batch_indices, num_tokens, num_slots,
-                                 max_seq_len, nullptr, 0, 0);
-        if (row.error && blockIdx.x == 0 && blockIdx.y == 0) atomic_or(error_flag, row.error);
-        if (row.active && token >= row.start && token < row.start + row.length) shared.row = b;
-    }
-    sync_threads();
-    const long long query = (long long)token * (KV_HEADS * GROUP) + head * GROUP + first;
-    if (shared.row < 0) {
+    const int b = find_row(blockIdx.x, seq_lens, window_starts, window_lens, state_batch_indices, num_tokens,
+                           num_slots, max_seq_len, num_rows, error_flag, &shared.row);
+    if (b < 0) {
+        const int heads = GROUP - first_head < 16 ? GROUP - first_head : 16;
+        const long long at = ((long long)blockIdx.x * KV_HEADS + head) * GROUP + first_head;
         for (int i = tid; i < heads * HEAD_DIM / 8; i += THREADS)
-            *(uint4*)(out + query * HEAD_DIM + i * 8) = make_uint4(0, 0, 0, 0);
+            *(uint4*)(out + at * HEAD_DIM + i * 8) = make_uint4(0, 0, 0, 0);
         return;
     }
-    const int b = shared.row, seq_len = seq_lens[b], start = window_starts[b];
-    const int position = seq_len + token - start;
+    const int seq_len = seq_lens[b], start = window_starts[b], length = window_lens[b];
+    // Tiles of a row are never more than its tokens, so the block of its token `tile` takes tile `tile`.
+    const int tile_index = (int)blockIdx.x - start;
+    if (PACKED && tile_index * 16 >= length * GROUP) return;
+    const Query last = tile_query(tile_index, first_head, PACKED ? 15 : 0, length);
+    const int last_token = last.token < length ? last.token : length - 1, position = seq_len + last_token;
     // A slot may exceed 2^31 elements, so the stride between slots comes in two parts.
     const long long cache_stride = (long long)cache_stride_high * 65536 + cache_stride_low;
     const long long slot = state_batch_indices[b] * cache_stride + head * HEAD_DIM;
     const float scale = bits_to_float((u32)scale_bits);
 
-    for (int i = tid; i < 16 * (HEAD_DIM / 8); i += THREADS) {
-        const int r = i / (HEAD_DIM / 8), offset = i % (HEAD_DIM / 8) * 8;
-        const bool valid = r < heads;
-        copy_async_16(shared.q + r * STRIDE + offset,
-                      q + (long long)token * q_stride + (head * GROUP + first + (valid ? r : 0)) * HEAD_DIM + offset,
-                      valid);
-    }
-    copy_async_wait();
-    sync_threads();
-
-    Tile& tile = shared.tiles[warp];
-    float sums[OUTPUT_TILES][4] = {}, largest[2] = {-INFINITY, -INFINITY}, total[2] = {0.f, 0.f};
-    for (int base = warp * POSITIONS; base <= position; base += WARPS * POSITIONS) {
-        sync_warp();  // the previous tile has been read
-        for (int i = lane; i < POSITIONS * (HEAD_DIM / 8); i += 32) {
+    auto load = [&](Tile& tile, int base) {
+        for (int i = base <= position ? lane : POSITIONS * (HEAD_DIM / 8); i < POSITIONS * (HEAD_DIM / 8); i += 32) {
             const int j = i / (HEAD_DIM / 8), offset = i % (HEAD_DIM / 8) * 8, p = base + j;
             const bool valid = p <= position, cached = p < seq_len;
             const int own = start + (valid && !cached ? p - seq_len : 0);
@@ -83,8 +105,35 @@ attention_window(
             copy_async_16(tile.v + j * STRIDE + offset,
                           cached ? v_cache_in + at : v + (long long)own * v_stride + head * HEAD_DIM + offset, valid);
         }
-        copy_async_wait();
+        copy_async_commit();
+    };
+    for (int i = tid; i < 16 * (HEAD_DIM / 8); i += THREADS) {
+        const int r = i / (HEAD_DIM / 8), offset = i % (HEAD_DIM / 8) * 8;
+        const Query query = tile_query(tile_index, first_head, r, length);
+        const int token = start + (query.valid ? query.token : 0), at = head * GROUP + (query.valid ? query.head : 0);
+        copy_async_16(shared.q + r * STRIDE + offset, q + (long long)token * q_stride + at * HEAD_DIM + offset,
+                      query.valid);
+    }
+    copy_async_commit();
+    constexpr int STEP = WARPS * POSITIONS;
+    load(shared.tiles[warp][0], warp * POSITIONS);
+    copy_async_wait_but_last();
+    sync_threads();  // every warp reads all queries
+
+    // The last position that the two queries of this lane's fragments may see.
+    int limit[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const Query query = tile_query(tile_index, first_head, g + 8 * half, length);
+        limit[half] = query.valid ? seq_len + query.token : position;
+    }
+    float sums[OUTPUT_TILES][4] = {}, largest[2] = {-INFINITY, -INFINITY}, total[2] = {0.f, 0.f};
+    for (int base = warp * POSITIONS, stage = 0; base <= position; base += STEP, stage ^= 1) {
+        sync_warp();  // the other tile has been read
+        load(shared.tiles[warp][stage ^ 1], base + STEP);
+        copy_async_wait_but_last();
         sync_warp();
+        const Tile& tile = shared.tiles[warp][stage];
         float score[2][4] = {};
 #pragma unroll 4
         for (int column = 0; column < HEAD_DIM; column += 16) {
@@ -100,19 +149,20 @@ attention_window(
         float correction[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float top = largest[half];
+            const float previous = largest[half];
+            float top = previous;
 #pragma unroll
             for (int n = 0; n < 2; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float& value = score[n][2 * half + e];
-                    value = base + n * 8 + 2 * t + e <= position ? value * scale : -INFINITY;
+                    value = base + n * 8 + 2 * t + e <= limit[half] ? value * scale : -INFINITY;
                     top = fmaxf(top, value);
                 }
             top = fmaxf(top, shuffle_xor(top, 1));
             top = fmaxf(top, shuffle_xor(top, 2));
-            correction[half] = expf(largest[half] - top);
-            largest[half] = top;
+            largest[half] = top, top = top == -INFINITY ? 0.f : top;  // a query may see nothing of its first tiles
+            correction[half] = expf(previous - top);
             float sum = 0.f;
 #pragma unroll
             for (int n = 0; n < 2; n++)
@@ -144,6 +194,7 @@ attention_window(
             mma_16bit<ACTIVATION_FORMAT>(sums[n], low[0], low[1], low[2], low[3], values[0], values[1]);
         }
     }
+    copy_async_wait();
     sync_threads();  // the tiles make room for the sums
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -157,8 +208,10 @@ attention_window(
                 make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
     }
     sync_threads();
-    for (int i = tid; i < heads * HEAD_DIM; i += THREADS) {
+    for (int i = tid; i < 16 * HEAD_DIM; i += THREADS) {
         const int r = i / HEAD_DIM, d = i % HEAD_DIM;
+        const Query query = tile_query(tile_index, first_head, r, length);
+        if (!query.valid) break;
         float top = shared.largest[0][r];
 #pragma unroll
         for (int w = 1; w < WARPS; w++) top = fmaxf(top, shared.largest[w][r]);
@@ -169,12 +222,17 @@ attention_window(
             sum += share * shared.sums[w][r][d];
             weight += share * shared.total[w][r];
         }
-        out[(query + r) * HEAD_DIM + d] = float_to_activation(sum / weight);
+        const long long at = ((long long)(start + query.token) * KV_HEADS + head) * GROUP + query.head;
+        out[at * HEAD_DIM + d] = float_to_activation(sum / weight);
     }
-    if (first == 0)
-        for (int i = tid; i < HEAD_DIM / 8; i += THREADS) {
-            const long long to = slot + (long long)position * (KV_HEADS * HEAD_DIM) + i * 8;
-            *(uint4*)(k_cache + to) = *(const uint4*)(k + (long long)token * k_stride + head * HEAD_DIM + i * 8);
-            *(uint4*)(v_cache + to) = *(const uint4*)(v + (long long)token * v_stride + head * HEAD_DIM + i * 8);
-        }
+    // Each token is stored by the tile of its first query.
+    if (first_head) return;
+    const int from = PACKED ? (tile_index * 16 + GROUP - 1) / GROUP : tile_index;
+    const int to = PACKED ? (tile_index * 16 + 15) / GROUP + 1 : tile_index + 1, end = to < length ? to : length;
+    for (int i = tid; i < (end - from) * (HEAD_DIM / 8); i += THREADS) {
+        const int w = from + i / (HEAD_DIM / 8), offset = i % (HEAD_DIM / 8) * 8;
+        const long long at = slot + (long long)(seq_len + w) * (KV_HEADS * HEAD_DIM) + offset, token = start + w;
+        *(uint4*)(k_cache + at) = *(const uint4*)(k + token * k_stride + head * HEAD_DIM + offset);
+        *(uint4*)(v_cache + at) = *(const uint4*)(v + token * v_stride + head * HEAD_DIM + offset);
+    }
 }

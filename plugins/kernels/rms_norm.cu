@@ -16,13 +16,14 @@ rms_norm(
     float* partial = (float*)memory;
     const int tid = threadIdx.x;
     const long long token = blockIdx.x;
-    float values[ITEMS][8];
+    float values[ITEMS][8], weights[ITEMS][8];
     float squares = 0.f;
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
         const int chunk = tid + i * THREADS;
         if (chunk >= CHUNKS) continue;
         load_chunk(x + token * x_stride + chunk * 8, values[i]);
+        load_weights(weight + chunk * 8, weights[i]);  // here, so that it is not waited for after the sum
         if constexpr (HAS_ADDEND) {
             float other[8];
             load_chunk(addend + token * addend_stride + chunk * 8, other);
@@ -44,10 +45,8 @@ rms_norm(
     for (int i = 0; i < ITEMS; i++) {
         const int chunk = tid + i * THREADS;
         if (chunk >= CHUNKS) continue;
-        float weights[8];
-        load_weights(weight + chunk * 8, weights);
 #pragma unroll
-        for (int e = 0; e < 8; e++) values[i][e] *= scale * (ZERO_CENTERED ? 1.f + weights[e] : weights[e]);
+        for (int e = 0; e < 8; e++) values[i][e] *= scale * (ZERO_CENTERED ? 1.f + weights[i][e] : weights[i][e]);
         store_chunk(out + token * COLUMNS + chunk * 8, values[i]);
     }
 }

@@ -87,10 +87,10 @@ def test_convolution() -> None:
         geo.conv_config(ConvGeometry(12, 4), ReplaySettings(), True, "bfloat16")
 
 
-@pytest.mark.parametrize(("head_dim", "warps"), [(32, 4), (128, 4), (256, 2)])
+@pytest.mark.parametrize(("head_dim", "warps"), [(32, 4), (128, 2), (256, 1)])
 def test_attention_fits_a_plugin_with_fewer_warps(head_dim, warps):
     geometry = AttentionGeometry(2, head_dim)
     embedded = geo.attention_config(geometry, ReplaySettings(), 16, embedded=True)
     assert dict(embedded.defines)["WARPS"] == warps == embedded.threads // 32
     assert embedded.shared_bytes <= geo.EMBEDDED_SHARED_BYTES
-    assert dict(geo.attention_config(geometry, ReplaySettings(), 16).defines)["WARPS"] == 4
+    assert dict(geo.attention_config(geometry, ReplaySettings(), 16).defines)["WARPS"] == min(4, 2 * warps)

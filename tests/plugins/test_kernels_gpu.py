@@ -217,7 +217,7 @@ def test_offsets_beyond_int32() -> None:
 @pytest.mark.parametrize("case", ["mamba2-48", "gdn-64", "conv-short", "attention-64"])
 def test_operators_serve_cuda_tensors(case: str) -> None:
     """The torch.library operators run the kernels."""
-    cuda_ops.register(attention_kernel=True)
+    cuda_ops.register()
     steps = make(case, seed=4)
     states = steps.pool(), steps.pool()
     for _ in range(6):
