@@ -1,7 +1,8 @@
 """CUDA implementations behind the operators of `plugins.torch_ops`.
 
-`register()` makes the kernels serve CUDA tensors; it compiles nothing until an operator is called. Decode and verify rows
-run in one launch per operator; calls with prefill rows add a launch of the prefill kernels, where these take the layer.
+`register()` makes the kernels serve CUDA tensors; it compiles nothing until an operator is called. Decode and verify
+rows run in one launch per operator; calls with prefill rows add a launch of the prefill kernels, where these take the
+layer.
 
 Sizes and formats without a kernel (see `geometry.UnsupportedGeometryError`) run the PyTorch reference on the CPU with
 copies both ways: correct, slow, not capturable; a warning says so once per reason.
