@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from replayssm.runtime.draft_engine import EngineDrafter
 from replayssm.runtime.draft_length import DraftCosts
 from replayssm.runtime.errors import InferenceError
 from replayssm.runtime.generation import generate
+from replayssm.runtime.logits_processor import LogitRules, LogitsProcessor
 from replayssm.runtime.requests import Request
 from replayssm.runtime.sampling import SamplingParams
 from replayssm.runtime.scheduler import QueueFullError, Scheduler, SchedulerOptions
@@ -39,12 +43,23 @@ PROMPTS = [
 LENGTHS = [6, 9, 12, 5, 7, 1, 10]
 
 
-def make_drafter(name, session):
-    return {"none": lambda: None, "ngram": NgramDrafter, "mtp": lambda: MtpDrafter(session)}[name]()
+# Some are sampled, one is penalised; drafts that stand by equality change neither.
+PARAMS = {1: SamplingParams(temperature=0.7, seed=5), 4: SamplingParams(temperature=1.0, top_k=9, seed=6)}
+RULES = {3: LogitRules(presence_penalty=1.0, frequency_penalty=0.5, logit_bias={7: 1.5})}
+
+
+def make_drafter(name, session, engine=None):
+    return {
+        "none": lambda: None,
+        "ngram": NgramDrafter,
+        "mtp": lambda: MtpDrafter(session),
+        "engine": lambda: EngineDrafter(engine, session),
+    }[name]()
 
 
 def request_for(session, index, **options):
-    options = {"end_tokens": (), **options}
+    processor = LogitsProcessor(PROMPTS[index], RULES[index]) if index in RULES else None
+    options = {"end_tokens": (), "params": PARAMS.get(index), "processor": processor, **options}
     return Request.create(session, PROMPTS[index], LENGTHS[index], **options)
 
 
@@ -56,59 +71,105 @@ def alone(tiny_engine):
     def make(layout, **options):
         key = (layout, *sorted(options.items()))
         if key not in known:
-            engine = tiny_engine(layout, **options)
-            known[key] = [
-                generate(Session(engine, slots=1, prefill_chunk=CHUNK), [prompt], length, eos_token_ids=())[0].token_ids
-                for prompt, length in zip(PROMPTS, LENGTHS, strict=True)
-            ]
+            known[key] = []
+            for index in range(len(PROMPTS)):
+                scheduler = Scheduler(session := Session(tiny_engine(layout, **options), slots=1, prefill_chunk=CHUNK))
+                request = scheduler.submit(request_for(session, index))
+                while scheduler.step():
+                    pass
+                known[key].append(request.generated)
         return known[key]
 
     return make
 
 
 def interleave(session, drafter, choose, options):
-    """Submit every prompt once or twice, and cancel, preempt and step at random. Returns [(index, request)]."""
-    scheduler = Scheduler(session, drafter, options)
+    """Submit every prompt once or twice, and cancel, preempt, time out, refuse and step at random.
+
+    Returns ([(index, request)], the scheduler, how many were refused at first).
+    """
+    now = [0.0]
+    scheduler = Scheduler(session, drafter, options, clock=lambda: now[0])
     todo = [index for index in range(len(PROMPTS)) for _ in range(choose.randrange(1, 3))]
     choose.shuffle(todo)
-    requests = []
+    requests, refused = [], 0
     while todo or scheduler.has_work:
         for _ in range(choose.randrange(3)):
             if todo:
                 index = todo.pop()
-                requests.append((index, scheduler.submit(request_for(session, index))))
+                deadline = now[0] + choose.randrange(1, 40) if choose.random() < 0.2 else None
+                try:
+                    request = scheduler.submit(request_for(session, index, deadline=deadline))
+                    requests.append((index, request))
+                except QueueFullError:
+                    refused += 1
+                    todo.insert(0, index)
         if scheduler.running and choose.random() < 0.3:
             scheduler.preempt(choose.choice(scheduler.running))
         if requests and choose.random() < 0.1:
             scheduler.cancel(choose.choice(requests)[1])
         scheduler.step()
+        now[0] += 1
         assert session.free_slots == session.slots - len(scheduler.running)
     assert session.free_slots == session.slots
     assert (scheduler.swapped_bytes, scheduler.swapped_requests) == (0, 0)
-    return requests
+    return requests, scheduler, refused
 
 
-@pytest.mark.parametrize("layout", ["nano", "qwen"])
-@pytest.mark.parametrize("draft", ["none", "ngram", "mtp"])
-@settings(max_examples=4, deadline=None)
-@given(seed=st.integers(0, 2**20), data=st.data())
-def test_any_interleaving_gives_the_tokens_of_a_request_alone(tiny_engine, alone, layout, draft, seed, data):
-    """float64, where rounding between batch shapes (some 1e-14) is far below the gaps between logits."""
-    buffer_len = data.draw(st.sampled_from([8, 0] if draft == "none" else [8]))
-    expected = alone(layout, buffer_len=buffer_len)
-    session = Session(tiny_engine(layout, buffer_len=buffer_len), slots=3, prefill_chunk=CHUNK)
-    options = SchedulerOptions(
-        max_num_tokens=data.draw(st.sampled_from([16, None])),
-        time_slice=data.draw(st.sampled_from([None, 2])),
-        prefix_cache_bytes=data.draw(st.sampled_from([0, 60_000, 1 << 26])),
-        draft_costs=data.draw(st.sampled_from([None, COSTS])),
-    )
-    for index, request in interleave(session, make_drafter(draft, session), random.Random(seed), options):
-        assert request.finish_reason in ("length", "cancelled")
+def assert_as_alone(requests, expected):
+    """Each request has the tokens it has alone, all of them if nobody ended it."""
+    for index, request in requests:
+        assert request.finish_reason in ("length", "cancelled", "timeout")
         if request.finish_reason == "length":
             assert request.generated == expected[index]
         else:
             assert request.generated == expected[index][: request.generated_count]
+
+
+@pytest.mark.parametrize("layout", ["nano", "qwen"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "mtp", "engine"])
+@settings(max_examples=3, deadline=None)
+@given(seed=st.integers(0, 2**20), data=st.data())
+def test_any_interleaving_gives_the_tokens_of_a_request_alone(tiny_engine, alone, layout, draft, seed, data):
+    """float64, where rounding between batch shapes (some 1e-14) is far below the gaps between logits."""
+    buffer_len = data.draw(st.sampled_from([8, 0] if draft == "none" else [8]))
+    session = Session(tiny_engine(layout, buffer_len=buffer_len), slots=3, prefill_chunk=CHUNK)
+    options = SchedulerOptions(
+        max_num_tokens=data.draw(st.sampled_from([20, None])),
+        max_queue=data.draw(st.sampled_from([2, None])),
+        time_slice=data.draw(st.sampled_from([None, 2])),
+        prefix_cache_bytes=data.draw(st.sampled_from([0, 60_000, 1 << 26])),
+        draft_costs=data.draw(st.sampled_from([None, COSTS])),
+    )
+    drafter = make_drafter(draft, session, tiny_engine("nano"))
+    requests, _, _ = interleave(session, drafter, random.Random(seed), options)
+    assert_as_alone(requests, alone(layout, buffer_len=buffer_len))
+    if draft == "engine":
+        assert drafter.session.free_slots == 3
+
+
+@pytest.mark.parametrize("draft", ["mtp", "engine"])
+def test_interleavings_meet_everything_at_once(tiny_engine, alone, draft):
+    """That what the test above allows does happen: in these runs requests with drafts, some that fall, are preempted,
+    start from snapshots, are refused, cancelled and timed out."""
+    seen, kinds = Counter(), Counter()
+    for seed in range(3):
+        session = Session(tiny_engine("nano"), slots=3, prefill_chunk=CHUNK)
+        options = SchedulerOptions(time_slice=3, max_queue=2, prefix_cache_bytes=1 << 26)
+        drafter = make_drafter(draft, session, tiny_engine("qwen"))
+        requests, scheduler, refused = interleave(session, drafter, random.Random(seed), options)
+        assert_as_alone(requests, alone("nano"))
+        stats = scheduler.stats
+        seen.update(
+            preempted=stats.preemptions,
+            cached=stats.cached_tokens,
+            fallen=stats.drafted_tokens - stats.accepted_tokens,
+            refused=refused,
+        )
+        kinds.update(request.finish_reason for _, request in requests)
+        kinds["all three"] += sum(bool(r.preemptions and r.cached_tokens and r.drafted) for _, r in requests)
+    assert all(seen.values())
+    assert all(kinds[name] for name in ("length", "cancelled", "timeout", "all three"))
 
 
 def test_interleaving_in_float32(tiny_engine, alone, assert_same_tokens):
@@ -116,7 +177,10 @@ def test_interleaving_in_float32(tiny_engine, alone, assert_same_tokens):
     expected = alone("super", dtype="float32")
     session = Session(engine, slots=3, prefill_chunk=CHUNK)
     options = SchedulerOptions(time_slice=3, prefix_cache_bytes=1 << 26)
-    for index, request in interleave(session, MtpDrafter(session), random.Random(4), options):
+    requests, _, _ = interleave(session, MtpDrafter(session), random.Random(4), options)
+    for index, request in requests:
+        if index in PARAMS or index in RULES:  # gaps of their logits are not what the rule looks at
+            continue
         ours = request.generated
         assert_same_tokens(engine, PROMPTS[index], ours, expected[index][: len(ours)], FLOAT32_BOUND)
 
@@ -200,24 +264,42 @@ class WrongDrafter:
         pass
 
 
-def test_rejection_copies_no_state(tiny_engine, alone):
-    session = Session(tiny_engine("qwen"), slots=3, prefill_chunk=CHUNK)
-    advance = session.advance
+class _Operators(TorchDispatchMode):
+    """Counts every tensor operator that runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layout", ["nano", "qwen"])
+def test_rejection_copies_no_state(tiny_engine, alone, layout):
+    """Accepting and rejecting run not one tensor operator, and leave every byte of the state as it is."""
+    session = Session(tiny_engine(layout), slots=3, prefill_chunk=CHUNK)
+    advance, rejected = session.advance, []
 
     def state():
         return [tensor.clone() for value in session.states.values() for tensor in value.tensors.values()]
 
     def checked(accepted):
         before = state()
-        advance(accepted)
+        with _Operators() as operators:
+            advance(accepted)
+        assert operators.count == 0
         assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+        rejected.append(True)
 
     session.advance = checked
     scheduler = Scheduler(session, WrongDrafter())
     requests = [scheduler.submit(request_for(session, index)) for index in range(len(PROMPTS))]
     while scheduler.step():
         pass
-    assert [request.generated for request in requests] == alone("qwen", buffer_len=8)
+    assert [request.generated for request in requests] == alone(layout)
+    assert rejected
     assert scheduler.stats.accepted_tokens < scheduler.stats.drafted_tokens / 10
 
 
@@ -254,7 +336,7 @@ def test_first_come_first_served_and_time_slices(tiny_engine, alone):
         ended = []
         while scheduler.step():
             ended += [request.number for request in requests if request.finish_reason and request.number not in ended]
-        assert [request.generated for request in requests] == alone("nano", buffer_len=8)
+        assert [request.generated for request in requests] == alone("nano")
         if time_slice is None:
             assert ended == sorted(ended)
         else:
@@ -350,7 +432,7 @@ def test_damaged_logits_end_one_request_only(tiny_engine, alone):
         pass
     assert (bad.finish_reason, bad.generated) == ("error", [])
     assert "not finite" in bad.error
-    assert good.generated == alone("nano", buffer_len=8)[2]
+    assert good.generated == alone("nano")[2]
     session.step = lambda rows: (lambda r: r.logits.fill_(float("nan")) is None or r)(step(rows))
     with pytest.raises(InferenceError, match="not finite"):
         generate(session, [[1, 2]], 3)
