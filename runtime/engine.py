@@ -27,6 +27,7 @@ class Engine:
     networks: "main" and, where the model has a draft head, "mtp".
     weights: by name, memory-mapped from the engine's files; networks share them. Plans hold their own: an engine of
         them has only the weights that operators between plans read.
+    emulate_activation_quantization: executors round activations as the checkpoint's recipe says; for comparisons.
     """
 
     directory: Path
@@ -34,6 +35,7 @@ class Engine:
     networks: dict[str, Network]
     weights: Mapping[str, torch.Tensor]
     resident_weights: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
+    emulate_activation_quantization: bool = False
 
     @classmethod
     def load(cls, directory: str | Path, verify: str = "size") -> Engine:

@@ -129,11 +129,15 @@ class PlanRuntime:
     def memory(self) -> dict[str, int]:
         """Bytes: of the plan files, of the contexts' shared scratch buffer, and of what is in use on the GPU."""
         files = sum((self.directory / file).stat().st_size for file in self.plans)
-        content = {"plans": files, "scratch": self.scratch.nbytes}
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            content["device_in_use"] = total - free
-        return content
+        return {"plans": files, "scratch": self.scratch.nbytes, "device_in_use": self.used_bytes()}
+
+    def used_bytes(self) -> int:
+        """Memory of the device that anything uses, beside what torch keeps free for itself."""
+        if self.device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self.device)
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return total - free - unused
 
     @staticmethod
     def describe(directory: Path) -> dict[str, Any]:
@@ -319,7 +323,7 @@ class _Staged:
     """Calls padded to their buckets: what both executors share."""
 
     def __init__(self, runtime: PlanRuntime, network: Network, states: Mapping[str, LayerState]) -> None:
-        self._runtime, self._network, self._states = runtime, network, states
+        self.runtime, self._network, self._states = runtime, network, states
         read = {name for node in network.nodes for name in node.inputs} | set(network.outputs.values())
         self._inputs = {name: spec for name, spec in network.inputs.items() if name in read}
         self._outputs = {public: network.spec(name) for public, name in network.outputs.items()}
@@ -328,7 +332,7 @@ class _Staged:
     @property
     def max_tokens(self) -> int:
         """Tokens of the largest call."""
-        return self._runtime.max_tokens
+        return self.runtime.max_tokens
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -340,7 +344,7 @@ class _Staged:
             parts = [self(part) for part in _split_rows(inputs, self.max_tokens)]
             return {public: torch.cat([part[public] for part in parts]) for public in self._outputs}
         sizes = {"T": len(inputs["token_ids"]), "R": len(inputs["logits_indices"]), "B": len(inputs["seq_lens"])}
-        bucket = choose_bucket(self._runtime.profiles, sizes)
+        bucket = choose_bucket(self.runtime.profiles, sizes)
         outputs = self._run(bucket, self._staged(bucket, inputs))
         # Copies, because the next call of this bucket writes to the same buffers.
         return {public: outputs[public][: sizes[spec.shape[0]]].clone() for public, spec in self._outputs.items()}
@@ -349,7 +353,7 @@ class _Staged:
         buffers = self._buffers.get(bucket)
         if buffers is None:
             buffers = self._buffers[bucket] = {
-                name: torch.zeros(bucket.shape(spec.shape), dtype=torch_dtype(spec.dtype), device=self._runtime.device)
+                name: torch.zeros(bucket.shape(spec.shape), dtype=torch_dtype(spec.dtype), device=self.runtime.device)
                 for name, spec in self._inputs.items()
             }
         for name, buffer in buffers.items():
@@ -466,7 +470,7 @@ class SegmentExecutor(_Staged):
         return lambda *arguments: STATEFUL_OPERATORS[node.op](state, layer, attributes, *arguments)
 
     def _plan_step(self, step: Mapping[str, Any]) -> Callable[[Bucket, dict[str, Tensor]], None]:
-        plan = self._runtime.plans[step["file"]]
+        plan = self.runtime.plans[step["file"]]
         inputs = {name: self._network.spec(name) for name in step["inputs"]}
         outputs = {name: self._network.spec(name) for name in step["outputs"]}
         plan.check(inputs, outputs)

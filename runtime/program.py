@@ -193,7 +193,15 @@ def executor_maker(engine: Engine, device: torch.device) -> MakeExecutor:
 
         runtime = PlanRuntime(engine.directory, engine.manifest.target, device)
         return lambda network, states: runtime.executor(network, states, engine.weights)
-    return lambda network, states: Executor(network, engine.weights, states, device, unpacked=engine.resident(device))
+    emulate = engine.emulate_activation_quantization
+    return lambda network, states: Executor(
+        network,
+        engine.weights,
+        states,
+        device,
+        unpacked=engine.resident(device),
+        emulate_activation_quantization=emulate,
+    )
 
 
 def _running_sums(lengths: Sequence[int]) -> list[int]:

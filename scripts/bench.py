@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
+
+from replayssm.scripts.files import write_lines
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -163,25 +163,7 @@ def _sampling(path: Path | None) -> Any:
 
 def _write_json(path: Path | None, value: Any) -> None:
     if path is not None:
-        _write(path, [json.dumps(value, indent=2)])
-
-
-def _write(path: Path, lines: Iterable[str]) -> int:
-    """Write lines so that the file appears whole; returns how many."""
-    count = 0
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-        try:
-            for line in lines:
-                file.write(line + "\n")
-                count += 1
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-    return count
+        write_lines(path, [json.dumps(value, indent=2)])
 
 
 @bench.group("prepare-dataset")
@@ -260,7 +242,7 @@ def _write_random(options: dict[str, Any], inputs: list[float], outputs: list[fl
 
 
 def _write_samples(options: dict[str, Any], samples: Iterator[Any]) -> None:
-    count = _write(options["output"], (sample.to_line() for sample in samples))
+    count = write_lines(options["output"], (sample.to_line() for sample in samples))
     click.echo(f"{options['output']}: {count} requests")
 
 

@@ -1,6 +1,7 @@
-"""Fixtures of all test folders: one computing thread, and tiny random checkpoints."""
+"""Fixtures of all test folders: one computing thread, tiny random checkpoints, and engines of plans."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ def _one_thread() -> None:
 
     torch.set_num_threads(1)
 
+
+sys.path.append(str(Path(__file__).parent / "stand_in"))
 
 TOKENIZER_TEXT = "The state of a sequence is read for every token and rewritten when its ring is full. 0123456789\n"
 
@@ -42,3 +45,37 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def plan_engine(tiny_checkpoint, tmp_path, monkeypatch):
+    """`plan_engine(layout, target="tensorrt", **build_options)` -> (Engine, stand-in module)."""
+    from replayssm.builders.engine import BuildOptions, build_engine
+    from replayssm.runtime.engine import Engine
+
+    modules = {}
+
+    def make(layout, target="tensorrt", **options):
+        if target not in modules:
+            modules[target] = use_stand_in(monkeypatch, target)
+        options = {"max_batch_size": 4, "max_seq_len": 400, "max_draft_len": 3, "buffer_len": 8, **options}
+        output = tmp_path / f"{layout}-{target}-{len(list(tmp_path.iterdir()))}"
+        build_engine(tiny_checkpoint(layout), output, BuildOptions(target, dtype="float16", **options))
+        return Engine.load(output), modules[target]
+
+    return make
+
+
+def use_stand_in(monkeypatch, target):
+    """A stand-in for TensorRT that `target` finds, on a machine that plans are built and run on."""
+    from tensorrt_stand_in import make_module
+
+    from replayssm.builders.targets import tensorrt
+    from replayssm.runtime import plans
+
+    module = make_module(target.replace("-", "_"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, f"{module.__name__}.plugin", module.plugin)
+    monkeypatch.setattr(tensorrt, "_build_arch", lambda: 90)
+    monkeypatch.setattr(plans, "PLAN_DEVICE", "cpu")
+    return module

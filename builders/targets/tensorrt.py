@@ -104,7 +104,7 @@ def write_plans(
     described = {}
     for name, network in networks.items():
         layers = Layers(module, name)
-        aliases = emit_network(layers, network, specs[name], read, call, options.unpacked)
+        aliases = emit_network(layers, network, specs[name], read, call, options.unpacked, _positions(options.replay))
         file = f"{PLANS_FOLDER}/{name}.plan"
         (directory / file).write_bytes(layers.compile(phases))
         del layers  # with its weights, before the next plan's are read
@@ -175,13 +175,15 @@ def emit_network(
     read: Read,
     plugin_call: Callable[[PluginSpec, list[Tensor]], Any],
     unpacked: Sequence[str] = (),
+    positions: int = 1,
 ) -> dict[str, str]:
     """Emit a whole network with a plugin layer for every stateful node.
 
     State parts are inputs "<state>.<part>" [slots, ...], error flags "<state>.error_flag" [1]; what a plugin writes in
     place is the output "<input>.out". Returns output -> input of those: a runtime binds both to one address.
+    positions: bound of the rope tables where no state says it.
     """
-    positions = max((_positions(spec.settings) for spec in specs.values()), default=1)
+    positions = max((_positions(spec.settings) for spec in specs.values()), default=positions)
     lowering = Lowering(network, layers, read, positions, unpacked)
     read_inputs = {name for node in network.nodes for name in node.inputs}
     for name, spec in network.inputs.items():
@@ -208,7 +210,7 @@ def emit_network(
     for public, name in network.outputs.items():
         spec = network.spec(name)
         tensor = tensorrt_ops.output_tensor(public, network.inputs)
-        layers.output(tensor, lowering.values[name], spec.dtype, spec.shape)
+        layers.output(tensor, lowering.result(name), spec.dtype, spec.shape)
     return aliases
 
 
@@ -346,4 +348,4 @@ def emit_segment(layers: Layers, network: Network, segment: Segment, read: Read,
     lowering.emit(network.nodes[segment.start : segment.stop])
     for name in segment.outputs:
         spec = network.spec(name)
-        layers.output(name, lowering.values[name], spec.dtype, spec.shape)
+        layers.output(name, lowering.result(name), spec.dtype, spec.shape)

@@ -56,6 +56,11 @@ class Lowering:
         """A value, or a weight as a constant."""
         return self.weight(name) if name in self.network.weights else self.values[name]
 
+    def result(self, name: str) -> Tensor:
+        """A value as the network declares it: expert numbers, int32 within a plan, as int64."""
+        dtype = self.dtype(name)
+        return self.layers.cast(self.values[name], dtype) if dtype == "int64" else self.values[name]
+
     def weight(self, name: str, key: str = "", change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Tensor:
         """A weight as a constant, once per plan. change, keyed by `key`: applied when the weight is read."""
         return self.once((name, key), lambda: change(self.read(name)) if change else self.read(name))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "stand_in"))
 
 WAIT_S = 30
 LAYOUTS = ("nano", "super", "qwen", "qwen_moe")
@@ -64,40 +60,6 @@ def assert_same_tokens():
         assert first - second < bound, f"token {index}: {ours[index]} instead of {plain[index]}, gap {first - second}"
 
     return check
-
-
-@pytest.fixture
-def plan_engine(tiny_checkpoint, tmp_path, monkeypatch):
-    """`plan_engine(layout, target="tensorrt", **build_options)` -> (Engine, stand-in module)."""
-    from replayssm.builders.engine import BuildOptions, build_engine
-    from replayssm.runtime.engine import Engine
-
-    modules = {}
-
-    def make(layout, target="tensorrt", **options):
-        if target not in modules:
-            modules[target] = use_stand_in(monkeypatch, target)
-        options = {"max_batch_size": 4, "max_seq_len": 400, "max_draft_len": 3, "buffer_len": 8, **options}
-        output = tmp_path / f"{layout}-{target}-{len(list(tmp_path.iterdir()))}"
-        build_engine(tiny_checkpoint(layout), output, BuildOptions(target, dtype="float16", **options))
-        return Engine.load(output), modules[target]
-
-    return make
-
-
-def use_stand_in(monkeypatch, target):
-    """A stand-in for TensorRT that `target` finds, on a machine that plans are built and run on."""
-    from tensorrt_stand_in import make_module
-
-    from replayssm.builders.targets import tensorrt
-    from replayssm.runtime import plans
-
-    module = make_module(target.replace("-", "_"))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(sys.modules, f"{module.__name__}.plugin", module.plugin)
-    monkeypatch.setattr(tensorrt, "_build_arch", lambda: 90)
-    monkeypatch.setattr(plans, "PLAN_DEVICE", "cpu")
-    return module
 
 
 class RunningServer:

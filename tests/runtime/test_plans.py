@@ -37,9 +37,19 @@ def pair(plan_engine, tiny_engine):
     return make
 
 
-@pytest.mark.parametrize("target", ["tensorrt", "tensorrt-rtx"])
-@pytest.mark.parametrize("layout", ["nano", "super", "qwen", "qwen_moe"])
-@pytest.mark.parametrize("draft", [None, MtpDrafter, lambda session: NgramDrafter()], ids=["plain", "mtp", "ngram"])
+@pytest.mark.parametrize(
+    ("layout", "target", "draft"),
+    [
+        ("nano", "tensorrt", None),
+        ("super", "tensorrt", MtpDrafter),
+        ("qwen", "tensorrt", lambda session: NgramDrafter()),
+        ("qwen_moe", "tensorrt", MtpDrafter),
+        ("nano", "tensorrt-rtx", MtpDrafter),
+        ("super", "tensorrt-rtx", None),
+        ("qwen", "tensorrt-rtx", MtpDrafter),
+        ("qwen_moe", "tensorrt-rtx", lambda session: NgramDrafter()),
+    ],
+)
 def test_a_plan_generates_what_the_torch_target_generates(pair, assert_same_tokens, layout, target, draft):
     """Five prompts over four slots: chunks, windows of drafts and single tokens in one call, slots used again."""
     engine, oracle, module = pair(layout, target)
@@ -207,7 +217,7 @@ def other_state(engine, module, monkeypatch):
 def other_type(engine, module, monkeypatch):
     network, _ = next(iter(module.plans.values()))
     tensor = network.inputs["seq_lens"]
-    tensor._meta = tensor._meta.to(torch.int64)
+    tensor._sample = tensor._sample.to(torch.int64)
     return r"tensor seq_lens is DataType.INT64 \[-1\], expected int32"
 
 

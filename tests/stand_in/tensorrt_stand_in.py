@@ -31,8 +31,9 @@ FAULTS = ("copy", "detach", "drift", "rows", "leak")
 rewrite of a checkpoint loses a thousandth. rows: the last row of a call sees the first one's window. leak: contexts
 take memory whenever shapes change."""
 
-SENTINELS = {"T": 7919, "R": 7907, "B": 7901}
-"""Sizes that stand for dynamic dimensions while shapes are inferred."""
+SENTINELS = {"T": 97, "R": 89, "B": 83}
+"""Sizes that stand for dynamic dimensions while shapes are inferred, by running the network on zeros. Meta tensors
+would need no arithmetic, but importing what serves them takes seconds."""
 
 DataType = enum.Enum("DataType", ["FLOAT", "HALF", "BF16", "FP8", "FP4", "INT8", "INT32", "INT64", "BOOL", "UINT8"])
 TORCH_TYPES = {
@@ -65,43 +66,40 @@ class Fp4:
         return "fp4"
 
 
-def _meta(value):
-    return Fp4(value.values.to("meta")) if isinstance(value, Fp4) else value.to("meta")
-
-
 class Tensor:
     """ITensor: an output of a layer, or an input of the network where `layer` is None."""
 
-    def __init__(self, layer, index, name, meta=None):
-        self.layer, self.index, self.name, self._meta = layer, index, name, meta
+    def __init__(self, layer, index, name, sample=None):
+        self.layer, self.index, self.name, self._sample = layer, index, name, sample
         self.is_network_input = layer is None
 
     @property
-    def meta(self):
-        if self._meta is None:
-            self._meta = self.layer.metas()[self.index]
-        return self._meta
+    def sample(self):
+        """A value of its dtype and shape."""
+        if self._sample is None:
+            self._sample = self.layer.samples()[self.index]
+        return self._sample
 
     @property
     def dtype(self):
-        return DataType.FP4 if isinstance(self.meta, Fp4) else OF_TORCH[self.meta.dtype]
+        return DataType.FP4 if isinstance(self.sample, Fp4) else OF_TORCH[self.sample.dtype]
 
     @property
     def shape(self):
-        return tuple(-1 if size in SENTINELS.values() else size for size in self.meta.shape)
+        return tuple(-1 if size in SENTINELS.values() else size for size in self.sample.shape)
 
     def set_dimension_name(self, axis, name):
-        shape = list(self._meta.shape)
+        shape = list(self._sample.shape)
         shape[axis] = SENTINELS[name]
-        self._meta = torch.empty(shape, dtype=self._meta.dtype, device="meta")
+        self._sample = torch.zeros(shape, dtype=self._sample.dtype)
 
 
 class Layer:
-    """ILayer: `function(layer, *values)` computes its outputs, of real tensors and of meta tensors alike."""
+    """ILayer: `function(layer, *values)` computes its outputs. inferring: only their dtypes and shapes are wanted."""
 
     def __init__(self, kind, inputs, function, num_outputs=1, name=""):
         self.kind, self.inputs, self.function, self.num_outputs = kind, list(inputs), function, num_outputs
-        self.name = name
+        self.name, self.inferring = name, False
         self._outputs = {}
 
     def set_input(self, index, tensor):
@@ -112,8 +110,12 @@ class Layer:
             self._outputs[index] = Tensor(self, index, f"{self.name}_{index}")
         return self._outputs[index]
 
-    def metas(self):
-        return [_meta(value) for value in self.run([tensor.meta for tensor in self.inputs])]
+    def samples(self):
+        self.inferring = True
+        try:
+            return self.run([tensor.sample for tensor in self.inputs])
+        finally:
+            self.inferring = False
 
     def run(self, values):
         result = self.function(self, *values)
@@ -161,8 +163,9 @@ class Network:
         return layer
 
     def add_input(self, name, dtype, shape):
-        meta = torch.empty([0 if size < 0 else size for size in shape], dtype=TORCH_TYPES[dtype], device="meta")
-        tensor = self.inputs[name] = Tensor(None, 0, name, meta)
+        assert not set(shape) & set(SENTINELS.values())
+        sample = torch.zeros([max(size, 0) for size in shape], dtype=TORCH_TYPES[dtype])
+        tensor = self.inputs[name] = Tensor(None, 0, name, sample)
         return tensor
 
     def mark_output(self, tensor):
@@ -217,7 +220,7 @@ class Network:
 
     def add_gather(self, a, indices, axis):
         def run(layer, x, i):
-            assert i.device.type == "meta" or not i.numel() or 0 <= int(i.min()) <= int(i.max()) < x.shape[axis]
+            assert not i.numel() or 0 <= int(i.min()) <= int(i.max()) < x.shape[axis]
             return x.index_select(axis, i)
 
         return self._add("Gather", [a, indices], run)
@@ -280,18 +283,18 @@ class Network:
             raise AttributeError("TensorRT-RTX has no plugin layers")
         _, tensors, attributes, aliases = call
         spec = PluginSpec.from_json(attributes["spec"])
-        layer = self._add("PluginV3", tensors, lambda layer, *values: _run_plugin(spec, values), 2 + len(aliases))
-        layer.num_outputs, layer.aliases, layer.spec = len(aliases), aliases, spec
+        layer = self._add("PluginV3", tensors, _run_plugin, len(aliases))
+        layer.aliases, layer.spec = aliases, spec
         return layer
 
 
-def _run_plugin(spec, values):
+def _run_plugin(layer, *values):
     """The operator's output and the state that it leaves, in tensors of their own."""
+    spec = layer.spec
     operator = OPERATORS[spec.operator]
     named = dict(zip(operator.tensors, values, strict=True))
-    like = named[operator.like]
-    if like.device.type == "meta":
-        return (torch.empty_like(like), *(named[name] for name in (*operator.parts, tensorrt_ops.ERROR_FLAG)))
+    if layer.inferring:
+        return (named[operator.like], *(named[name] for name in (*operator.parts, tensorrt_ops.ERROR_FLAG)))
     types = [str(value.dtype).removeprefix("torch.") for value in values]
     assert types == list(tensorrt_ops.tensor_types(spec).values())
     parts = {name: named[name].clone() for name in operator.parts}
@@ -478,12 +481,9 @@ class Context:
         if "leak" in faults:
             self.engine.module.leaked += 1 << 20
         self.runs += 1
-        values, sizes = {}, {}
+        values = {}
         for name, tensor in network.inputs.items():
             shape = self.shapes.get(name, tensor.shape)
-            sizes.update(
-                (symbol, size) for symbol, size in zip(tensor.meta.shape, shape, strict=True) if symbol != size
-            )
             dtype = TORCH_TYPES[tensor.dtype]
             memory = _at(self.addresses[name], prod(shape) * dtype.itemsize)
             values[tensor] = memory.view(dtype).view(shape)
