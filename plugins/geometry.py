@@ -327,20 +327,17 @@ def _shared_bytes(kernel: str, geometry: Mamba2Geometry | GdnGeometry, settings:
             tile + tokens * row + window * row + tokens * values + coefficients + decays + (history + window_rows) * 4
         )
     else:
-        planes, queries = settings.u_planes[0], round_up(2 * window, 8)
-        coefficients = queries * (history + 4) * 4
-        pairs = 2 * window * window_rows * 4
-        stage = padded * (2 * window + 1) * 4
+        planes = settings.u_planes[0]
+        scaled = settings.state_dtype == "float16" and settings.activation_dtype == "bfloat16"
+        matrices = 2 * window_rows * window_rows * 4 if window > 1 else 16
+        gates = (round_up(history, 16) + 3 * window_rows + 1) * 4
         total = (
             tile
             + history * row
             + 2 * window * row
+            + (2 * window * row if scaled else 16)
             + planes * history * values
-            + window * values
-            + coefficients
-            + pairs
-            + stage
-            + decays
-            + window_rows * 4
+            + matrices
+            + gates
         )
     return round_up(round_up(total, 8) + 8, 128)

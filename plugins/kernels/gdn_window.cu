@@ -1,48 +1,43 @@
 // Gated DeltaNet over a replayed history: decode and verify windows of up to MAX_WINDOW tokens, and longer (prefill) rows
-// token by token. One thread block per (row of the batch, value head, CTA_ROWS rows of the state). The window's u solve a
-// unit lower triangular system, one lane per state row. See plugins/reference/gdn.py.
+// token by token. One thread block per (row of the batch, value head, CTA_ROWS rows of the state). What depends on the
+// window alone is solved once per block, while the state travels: two small matrices then turn what the state and the
+// history say into the window's u and outputs. See plugins/reference/gdn.py.
 //
 // Stamped in: NUM_K_HEADS, NUM_V_HEADS, HEAD_K_DIM, HEAD_V_DIM, ROW_TILES, CTA_ROWS, BUFFER_LEN, MAX_WINDOW,
-// STATE_FORMAT, ACTIVATION_FORMAT, U_PLANES, BULK_COPY, MIN_CTAS, SHARED_BYTES.
-#include "gdn_window.cuh"
+// STATE_FORMAT, ACTIVATION_FORMAT, U_PLANES, BULK_COPY, MIN_CTAS, AHEAD_ROWS, SHARED_BYTES.
+#include "gdn_replay.cuh"
 
-// Queries of the state: q of every window token (outputs), then k of every window token (what the state predicts).
-constexpr int QUERIES = 2 * MAX_WINDOW;
-constexpr int QUERY_TILES = (QUERIES + 7) / 8;
-constexpr int SCORE_TILES = (QUERIES + 15) / 16;
-constexpr int COEFFICIENT_STRIDE = HISTORY_ROWS + 4;
-constexpr int STAGE_STRIDE = QUERIES + 1;
+constexpr int K_CHUNKS = COLUMNS / 8, V_CHUNKS = CTA_ROWS / 8;  // of 16 bytes
+// Neighbouring lanes that normalise one row of q or k, a chunk each.
+constexpr int ROW_LANES = K_CHUNKS <= 2 ? 2 : K_CHUNKS <= 4 ? 4 : K_CHUNKS <= 8 ? 8 : K_CHUNKS <= 16 ? 16 : 32;
+constexpr int QUERY_STEPS = (QUERIES * ROW_LANES + THREADS - 1) / THREADS;
+// Warps with a task of their own; the last one asks for the tile and looks ahead.
+constexpr int GATE_WARP = 1 % WARPS, MATRIX_WARP = 2 % WARPS;
 
 struct Shared {
     alignas(128) state_t tile[PADDED_ROWS * COLUMNS];
     alignas(16) activation_t k[HISTORY_ROWS * TOKEN_STRIDE];
     alignas(16) activation_t queries[QUERIES * TOKEN_STRIDE];
+    alignas(16) u16 scaled_queries[SCALED_QUERIES ? QUERIES * TOKEN_STRIDE : 8];
     alignas(16) u16 u[U_PLANES][HISTORY_ROWS * VALUE_STRIDE];
-    alignas(16) activation_t v[MAX_WINDOW * VALUE_STRIDE];
-    alignas(16) float coefficients[QUERY_TILES * 8 * COEFFICIENT_STRIDE];  // of the history's u
-    float pairs[QUERIES * WINDOW_ROWS];                                    // of the window's u
-    float stage[PADDED_ROWS * STAGE_STRIDE];
-    Decays decays;
-    float beta[WINDOW_ROWS];
+    alignas(16) WindowMatrices matrices;
+    alignas(16) Gates gates;
     alignas(8) u64 barrier;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
 
-// L2-normalises one row of queries in place; a warp works on it.
-DEVICE void normalize_row(activation_t* row) {
-    const int lane = threadIdx.x % 32;
-    float sum = 0.f;
-    for (int i = lane; i < COLUMNS / 2; i += 32) {
-        const u32 pair = ((const u32*)row)[i];
-        sum += activation_low(pair) * activation_low(pair) + activation_high(pair) * activation_high(pair);
-    }
+// body(row, chunk) for all of ROWS_ rows of CHUNKS, spread over the block's threads.
+template <int COUNT, int CHUNKS, class Body>
+DEVICE void spread_chunks(const Body& body) {
+    const u32 tid = threadIdx.x;
+    if constexpr (THREADS % CHUNKS == 0) {
+        constexpr u32 STEP = THREADS / CHUNKS;
+        const u32 row = tid / CHUNKS, chunk = tid % CHUNKS;
 #pragma unroll
-    for (int mask = 16; mask; mask /= 2) sum += shuffle_xor(sum, mask);
-    const float scale = rsqrtf(sum + L2_NORM_EPS);
-    for (int i = lane; i < COLUMNS / 2; i += 32) {
-        const u32 pair = ((const u32*)row)[i];
-        ((u32*)row)[i] = (u32)float_to_activation(activation_low(pair) * scale) |
-                         (u32)float_to_activation(activation_high(pair) * scale) << 16;
+        for (u32 first = 0; first < COUNT; first += STEP)
+            if (COUNT % STEP == 0 || first + row < COUNT) body((int)(first + row), (int)chunk);
+    } else {
+        spread<COUNT * CHUNKS>([&](int i) { body((int)((u32)i / CHUNKS), (int)((u32)i % CHUNKS)); });
     }
 }
 
@@ -65,7 +60,8 @@ gdn_window(
     int* error_flag) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
-    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
+    const u32 tid = threadIdx.x;
+    const int lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
     const Block block = this_block();
     const int state_offset = (block.head * ROWS + block.first_row) * COLUMNS, tile_index = block.tile;
     const int k_column = block.group * COLUMNS, v_column = block.head * ROWS + block.first_row;
@@ -80,39 +76,37 @@ gdn_window(
     const bool has_slot = slot >= 0 && slot < num_slots;
     int tile_position = 0, later_position = 0;
     if (has_slot) {
-        tile_position = position_in[(long long)slot * position_stride + tile_index];
-        tile_copy_start(shared.tile, checkpoint_in + (long long)slot * checkpoint_stride + state_offset,
-                        &shared.barrier);
+        tile_position = advance(position_in + tile_index, slot, position_stride)[0];
+        tile_copy_start(shared.tile, advance(checkpoint_in + state_offset, slot, checkpoint_stride), &shared.barrier);
     }
-    if (later.exists) later_position = position_in[(long long)later.slot * position_stride + tile_index];
+    if (later.exists) later_position = advance(position_in + tile_index, later.slot, position_stride)[0];
     // The window's own inputs travel while the checkpoint position does; a row that turns out invalid ignores them.
-    const bool readable = start >= 0 && window_length >= 0 && (long long)start + window_length <= num_tokens;
+    // Neither sum overflows unsigned where it counts.
+    const bool readable = start >= 0 && window_length >= 0 && (u32)start + (u32)window_length <= (u32)num_tokens;
     const int copied = readable && window_length <= MAX_WINDOW ? window_length : 0;
-    constexpr int K_CHUNKS = COLUMNS / 8, V_CHUNKS = CTA_ROWS / 8;
-    const activation_t* row_q = computed(q + (long long)(copied ? start : 0) * q_stride + k_column);
-    const activation_t* row_k = computed(k + (long long)(copied ? start : 0) * k_stride + k_column);
-    const activation_t* row_v = v + (long long)(copied ? start : 0) * v_stride + v_column;
-    spread<QUERIES * K_CHUNKS>([&](int i) {
-        const int n = i / K_CHUNKS, offset = i % K_CHUNKS * 8, w = n % MAX_WINDOW;
-        const bool valid = w < copied, is_q = n < MAX_WINDOW;
-        const int token = (valid ? w : 0) * (is_q ? q_stride : k_stride);
-        copy_async_16(shared.queries + n * TOKEN_STRIDE + offset, (is_q ? row_q : row_k) + (token + offset), valid);
-    });
-    spread_from_end<MAX_WINDOW * V_CHUNKS>([&](int i) {
-        const int w = i / V_CHUNKS, offset = i % V_CHUNKS * 8;
-        const bool valid = w < copied;
-        copy_async_16(shared.v + w * VALUE_STRIDE + offset, row_v + ((valid ? w : 0) * v_stride + offset), valid);
-    });
-    copy_async_commit();
-    float raw_a = 0.f, raw_b = 0.f;
-    if (warp == 0 && lane < copied) {
-        raw_a = activation_to_float(a[(long long)(start + lane) * a_stride + block.head]);
-        raw_b = activation_to_float(b[(long long)(start + lane) * b_stride + block.head]);
+    uint4 raw[QUERY_STEPS];
+#pragma unroll
+    for (int s = 0; s < QUERY_STEPS; s++) {
+        const u32 i = s * THREADS + tid, n = i / ROW_LANES, chunk = i % ROW_LANES;
+        const bool is_q = n < MAX_WINDOW;
+        const int w = is_q ? n : n - MAX_WINDOW;
+        const bool valid = n < QUERIES && w < copied && chunk < K_CHUNKS;
+        const activation_t* from = (is_q ? q : k) + (k_column + chunk * 8);
+        raw[s] = make_uint4(0, 0, 0, 0);
+        if (valid) raw[s] = *(const uint4*)advance(from, start + w, is_q ? q_stride : k_stride);
     }
-    const Row row = make_row(slot, seq_len, start, window_length, tile_position, num_tokens, num_slots, max_seq_len,
-                             MAX_HISTORY);
+    float raw_a = 0.f, raw_b = 0.f;
+    if (warp == GATE_WARP && lane < copied) {
+        raw_a = activation_to_float(advance(a + block.head, start + lane, a_stride)[0]);
+        raw_b = activation_to_float(advance(b + block.head, start + lane, b_stride)[0]);
+    }
     activation_t* output = o + v_column;
-    if (!row.active || row.length > MAX_WINDOW) {
+    const int c = seq_len ? tile_position : 0, history = seq_len - c, length = window_length;
+    const bool in_range = seq_len >= 0 && (u32)seq_len + (u32)length <= (u32)max_seq_len;
+    // The ordinary row, in few instructions; make_row says what is wrong with another.
+    if (!has_slot || !copied || !in_range || (u32)seq_len - (u32)c > (u32)MAX_HISTORY) {
+        const Row row = make_row(slot, seq_len, start, window_length, tile_position, num_tokens, num_slots, max_seq_len,
+                                 MAX_HISTORY);
         copy_async_wait();
         sync_threads();
         if (has_slot) tile_copy_wait(&shared.barrier);
@@ -140,214 +134,202 @@ gdn_window(
         return;
     }
 
-    const int c = row.checkpoint_position, history = row.seq_len - c, length = row.length;
     const bool flush = history > 0 && history + length > BUFFER_LEN;
-    const int first_entry = c % RING_LEN;  // of the history in the ring
+    const int first_entry = (u32)c % RING_LEN, first_new = wrapped(first_entry + history);  // in the ring
     float g_past = 0.f;
-    if (warp == 0 && lane < history)
-        g_past = ring_g_in[(long long)slot * ring_g_stride + wrapped(first_entry + lane) * HEADS + block.head];
-    const activation_t* slot_ring_k = ring_k_in + (long long)slot * ring_k_stride + k_column;
-    const u16* slot_ring_u = ring_u_in + (long long)slot * ring_u_stride + u_column;
-    spread<HISTORY_ROWS * K_CHUNKS>([&](int i) {
-        const int j = i / K_CHUNKS, offset = i % K_CHUNKS * 8;
-        const bool valid = j < history;
-        const int entry = wrapped(first_entry + (valid ? j : 0)) * (GROUPS * COLUMNS);
-        copy_async_16(shared.k + j * TOKEN_STRIDE + offset, slot_ring_k + (entry + offset), valid);
+    if (warp == GATE_WARP && lane < history)
+        g_past = advance(ring_g_in + block.head, slot, ring_g_stride)[wrapped(first_entry + lane) * HEADS];
+    const activation_t* slot_ring_k = advance(ring_k_in + k_column, slot, ring_k_stride);
+    const u16* slot_ring_u = advance(ring_u_in + u_column, slot, ring_u_stride);
+    spread_chunks<HISTORY_ROWS, K_CHUNKS>([&](int j, int chunk) {
+        copy_async_16(shared.k + j * TOKEN_STRIDE + chunk * 8,
+                      advance(slot_ring_k + chunk * 8, wrapped(first_entry + j), GROUPS * COLUMNS), j < history);
     });
-    spread<HISTORY_ROWS * U_PLANES * V_CHUNKS>([&](int i) {
-        const int j = i / V_CHUNKS / U_PLANES, plane = i / V_CHUNKS % U_PLANES, offset = i % V_CHUNKS * 8;
-        const bool valid = j < history;
-        const int entry = (wrapped(first_entry + (valid ? j : 0)) * (HEADS * U_PLANES) + plane) * ROWS;
+    spread_chunks<HISTORY_ROWS, U_PLANES * V_CHUNKS>([&](int j, int i) {
+        const int plane = (u32)i / V_CHUNKS, offset = (u32)i % V_CHUNKS * 8;
         copy_async_16(&shared.u[0][0] + (plane * HISTORY_ROWS + j) * VALUE_STRIDE + offset,
-                      slot_ring_u + (entry + offset), valid);
+                      advance(slot_ring_u + (plane * ROWS + offset), wrapped(first_entry + j), HEADS * U_PLANES * ROWS),
+                      j < history);
     });
-    copy_async_commit();
     if (later.exists)
-        prefetch_ring(later, later_position, [&](int entry) {
+        prefetch_history(later, later_position, block, advance(ring_k_in + k_column, later.slot, ring_k_stride),
+                         advance(ring_u_in + u_column, later.slot, ring_u_stride),
+                         advance(ring_g_in + block.head, later.slot, ring_g_stride));
+
+    // L2-normalises q and k and appends k to the ring. These rows are no row's history yet, so nobody reads them during
+    // this launch.
 #pragma unroll
-            for (int plane = 0; plane < U_PLANES; plane++)
-                prefetch(ring_u_in + ((long long)later.slot * ring_u_stride +
-                                      (entry * (HEADS * U_PLANES) + plane) * ROWS + u_column),
-                         CTA_ROWS * sizeof(u16));
-            if (block.first_of_group)
-                prefetch(ring_k_in + ((long long)later.slot * ring_k_stride + entry * (GROUPS * COLUMNS) + k_column),
-                         COLUMNS * sizeof(activation_t));
-            if (block.first_of_head && block.head % 8 == 0)
-                prefetch_sector(ring_g_in + ((long long)later.slot * ring_g_stride + entry * HEADS + block.head));
-        });
-    copy_async_wait_but_last();
-    sync_threads();
-    for (int n = warp; n < QUERIES; n += WARPS)
-        if (n % MAX_WINDOW < length) normalize_row(shared.queries + n * TOKEN_STRIDE);
-    float g_new = 0.f;
-    if (warp == 0) {
-        if (lane < length) g_new = -expf(log_A) * softplus(raw_a + bias);
-        scan_decays(shared.decays, g_past, g_new);
-        if (lane < WINDOW_ROWS) shared.beta[lane] = sigmoid(raw_b);
+    for (int s = 0; s < QUERY_STEPS; s++) {
+        if (s * THREADS + warp * 32 >= QUERIES * ROW_LANES) break;
+        const u32 i = s * THREADS + tid, n = i / ROW_LANES, chunk = i % ROW_LANES;
+        const u32 words[4] = {raw[s].x, raw[s].y, raw[s].z, raw[s].w};
+        float sum = 0.f;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            sum = multiply_add(activation_low(words[e]), activation_low(words[e]), sum);
+            sum = multiply_add(activation_high(words[e]), activation_high(words[e]), sum);
+        }
+#pragma unroll
+        for (int mask = ROW_LANES / 2; mask; mask /= 2) sum += shuffle_xor(sum, mask);
+        const float scale = rsqrtf(sum + L2_NORM_EPS);
+        u32 done[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            done[e] = pack_activations(activation_low(words[e]) * scale, activation_high(words[e]) * scale);
+        const uint4 normal = make_uint4(done[0], done[1], done[2], done[3]);
+        if (n < QUERIES && chunk < K_CHUNKS) {
+            *(uint4*)(shared.queries + n * TOKEN_STRIDE + chunk * 8) = normal;
+            if constexpr (SCALED_QUERIES) {
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    done[e] = (u32)float_to_fp16(activation_low(done[e]) * QUERY_UPSCALE) |
+                              (u32)float_to_fp16(activation_high(done[e]) * QUERY_UPSCALE) << 16;
+                *(uint4*)(shared.scaled_queries + n * TOKEN_STRIDE + chunk * 8) =
+                    make_uint4(done[0], done[1], done[2], done[3]);
+            }
+            const int w = (int)n - MAX_WINDOW;
+            if (block.first_of_group && w >= 0 && w < length)
+                *(uint4*)(advance(ring_k + k_column, slot, ring_k_stride) +
+                          (wrapped(first_new + w) * (GROUPS * COLUMNS) + (int)chunk * 8)) = normal;
+        }
+    }
+    if (warp == GATE_WARP) {
+        const float g_new = lane < length ? -expf(log_A) * softplus(raw_a + bias) : 0.f;
+        write_gates(shared.gates, history, g_past, g_new, sigmoid(raw_b));
+        if (block.first_of_head && lane < length)
+            advance(ring_g + block.head, slot, ring_g_stride)[wrapped(first_new + lane) * HEADS] = g_new;
     }
     copy_async_wait();
     sync_threads();
+    const u32 from_end = THREADS - 1 - tid;
+    if ((flush || seq_len == 0) && from_end < CTA_TILES)
+        advance(position + tile_index, slot, position_stride)[from_end] = seq_len;
 
-    // Coefficients of u: decay and k . q or k . k of every (query, token) pair.
-    const int history_tasks = flush ? 0 : HISTORY_BLOCKS;
-    for (int task = warp; task < (history_tasks + WINDOW_ROWS / 8) * SCORE_TILES; task += WARPS) {
-        const int m = task % SCORE_TILES, token_block = task / SCORE_TILES, window_block = token_block - history_tasks;
-        const int query_row = m * 16 + (QUERY_TILES == 1 ? lane % 8 : lane % 16);
-        const activation_t* token = shared.k + (token_block * 8 + lane % 8) * TOKEN_STRIDE;
-        if (window_block >= 0) {
-            const int w = window_block * 8 + lane % 8;
-            token = shared.queries + (MAX_WINDOW + (w < MAX_WINDOW ? w : MAX_WINDOW - 1)) * TOKEN_STRIDE;
-        }
-        float sum[4] = {0.f, 0.f, 0.f, 0.f};
-        scores<(QUERY_TILES > 1)>(sum, shared.queries + (query_row < QUERIES ? query_row : QUERIES - 1) * TOKEN_STRIDE,
-                                  token);
+    // The lane's v: row g + 8 (i % 2), and the token of query 2 t + i / 2.
+    float values[TOKEN_TILES][4];
+    const activation_t* slot_v = advance(v + (v_column + warp * 16 + g), start, v_stride);
 #pragma unroll
-        for (int i = 0; i < (QUERY_TILES == 1 ? 2 : 4); i++) {
-            const int n = m * 16 + g + 8 * (i / 2), j = 2 * t + i % 2, w = n % MAX_WINDOW;
-            const bool is_output = n < MAX_WINDOW, live = (n < QUERIES) & (w < length);
-            const float score = is_output ? QUERY_SCALE * sum[i] : sum[i];
-            const bool past = window_block < 0;
-            const int from = past ? token_block * 8 + j : window_block * 8 + j;
-            const float exponent = past ? shared.decays.history[from] + shared.decays.prefix[w]
-                                        : window_log_decay(shared.decays, from, w);
-            const bool used = live & (past ? from < history : (from < w) | (is_output & (from == w)));
-            const float value = used ? decay_of(exponent) * score : 0.f;
-            if (past && n < QUERY_TILES * 8) shared.coefficients[n * COEFFICIENT_STRIDE + from] = value;
-            if (!past && n < QUERIES) shared.pairs[n * WINDOW_ROWS + from] = value;
+    for (int m = 0; m < TOKEN_TILES; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int w = MAX_WINDOW == 1 ? 0 : (m * 8 + 2 * t + i / 2) % (ONE_TILE ? 4 : WINDOW_ROWS);
+            values[m][i] = 0.f;
+            if (MAX_WINDOW == 1 && i >= 2) continue;
+            if (w < length && warp * 16 + g + i % 2 * 8 < CTA_ROWS)
+                values[m][i] = activation_to_float(slot_v[w * v_stride + i % 2 * 8]);
         }
+    if (MAX_WINDOW > 1 && warp == MATRIX_WARP)
+        write_window_matrices(shared.matrices, shared.queries, shared.gates);
+    // Decay of the history and window behind each query, with the scale of q.
+    const float base = flush ? 1.f : shared.gates.total;
+    float factor[QUERY_TILES][2];
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; n++) {
+        const bool is_q = ONE_TILE ? t < 2 : n < TOKEN_TILES;
+        const float2 prefix = *(const float2*)(shared.gates.prefix + (ONE_TILE ? 2 * t % 4 : n % TOKEN_TILES * 8 + 2 * t));
+        factor[n][0] = is_q ? QUERY_SCALE * prefix.x : prefix.x, factor[n][1] = is_q ? QUERY_SCALE * prefix.y : prefix.y;
     }
 
-    // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
-    const int first_new = row.seq_len % RING_LEN, from_end = THREADS - 1 - tid;
-    if (block.first_of_group)
-        spread_from_end<MAX_WINDOW * K_CHUNKS>([&](int i) {
-            const int w = i / K_CHUNKS, offset = i % K_CHUNKS * 8;
-            if (w < length)
-                *(uint4*)(ring_k + ((long long)slot * ring_k_stride + wrapped(first_new + w) * (GROUPS * COLUMNS) +
-                                    k_column + offset)) =
-                    *(const uint4*)(shared.queries + (MAX_WINDOW + w) * TOKEN_STRIDE + offset);
-        });
-    if (block.first_of_head && from_end < length)
-        ring_g[(long long)slot * ring_g_stride + wrapped(first_new + from_end) * HEADS + block.head] =
-            shared.decays.window[from_end];
-    if ((flush || row.seq_len == 0) && from_end < CTA_TILES)
-        position[(long long)slot * position_stride + tile_index + from_end] = row.seq_len;
-    sync_threads();
-
+    const u16* planes[U_PLANES];
+#pragma unroll
+    for (int plane = 0; plane < U_PLANES; plane++) planes[plane] = shared.u[plane];
     float sum[QUERY_TILES][4] = {};
-    Products<QUERY_TILES> products;
-    products.clear();
-    const int own_column = warp * 16 + (lane / 8 & 1) * 8;
-    if (!flush) {
+    float own_score = 0.f;  // k . q of a single token
+    if (MAX_WINDOW == 1 || !flush) {
+        const activation_t* query_rows[(QUERY_TILES + 1) / 2];
+        query_loads(query_rows, shared.queries);
 #pragma unroll
-        for (int k8 = 0; k8 < HISTORY_BLOCKS; k8++)
+        for (int m = 0; m < HISTORY_TILES; m++) {
+            const bool last = m == HISTORY_TILES - 1;
+            if (m * 16 >= history && !(MAX_WINDOW == 1 && last)) continue;
+            int token = m * 16 + lane % 16;
+            if (token >= HISTORY_ROWS) token = HISTORY_ROWS - 1;
+            const activation_t* from = shared.k + token * TOKEN_STRIDE;
+            // A history that is not folded leaves the last row free: it stands for the new token.
+            if (MAX_WINDOW == 1 && last && lane % 16 == 15) from = shared.queries + TOKEN_STRIDE;
+            float score[QUERY_TILES][4] = {};
+            token_scores(score, from + lane / 16 * 8, query_rows);
+            if (MAX_WINDOW == 1 && last) own_score = shuffle_from(score[0][2], 28);
+            if (flush) continue;
+            const float even = shared.gates.history[m * 16 + g], odd = shared.gates.history[m * 16 + 8 + g];
 #pragma unroll
-            for (int plane = 0; plane < U_PLANES; plane++) {
-                u32 pairs[2];
-                load_matrix_x2_transposed(pairs, shared.u[plane] + (k8 * 8 + lane % 8) * VALUE_STRIDE + own_column);
-                const float halves[4] = {bf16_low(pairs[0]), bf16_low(pairs[1]), bf16_high(pairs[0]),
-                                         bf16_high(pairs[1])};
-                combine<QUERY_TILES, COEFFICIENT_STRIDE>(sum, halves,
-                                                         shared.coefficients + g * COEFFICIENT_STRIDE + k8 * 8);
-            }
+            for (int n = 0; n < QUERY_TILES; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) score[n][i] *= factor[n][i % 2] * (i < 2 ? even : odd);
+            add_history(sum, score, planes, m);
+        }
     }
     const activation_t* query[QUERY_TILES];
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++)
-        query[n] = shared.queries + (n * 8 + g < QUERIES ? n * 8 + g : QUERIES - 1) * TOKEN_STRIDE;
+        query[n] = (SCALED_QUERIES ? shared.scaled_queries : shared.queries) + query_row(n, g) * TOKEN_STRIDE +
+                   t * LANE_COLUMNS;
+    StateProducts products;
+    products.clear();
     tile_copy_wait(&shared.barrier);
-    if (flush) {
-        float values[HISTORY_BLOCKS][4];
+    if (flush)
+        fold_tile(products, shared.tile, advance(checkpoint + state_offset, slot, checkpoint_stride), c > 0,
+                  shared.gates, planes, shared.k, query);
+    else if (c > 0)
+        multiply_tile(products, shared.tile, query);
 #pragma unroll
-        for (int k8 = 0; k8 < HISTORY_BLOCKS; k8++) {
-            const int j = k8 * 8 + 2 * t;
-            const float even = j < history ? decay_of(shared.decays.history[j]) : 0.f;
-            const float odd = j + 1 < history ? decay_of(shared.decays.history[j + 1]) : 0.f;
-            float u[4] = {0.f, 0.f, 0.f, 0.f};
+    for (int n = 0; n < QUERY_TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            sum[n][i] += factor[n][i % 2] * (base / QUERY_UPSCALE) * products.value(n, i);
+
+    const int row_offset = warp * 16 + t % 2 * 8 + t / 2 * 4;
+    u16* to_u = advance(ring_u + (u_column + row_offset), slot, ring_u_stride);
+    activation_t* to_output = advance(output + row_offset, start, HEADS * ROWS);
+    if constexpr (MAX_WINDOW == 1) {
+        // Lanes 0 and 1 of four hold what q reads, 2 and 3 what k does. Query 0 becomes the output, 1 and 2 are u.
+        float out[2], high[2], low[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float mine = sum[0][2 * i], other = shuffle_xor(mine, 2);
+            const float u = shared.gates.beta[0] * (values[0][i] - (t < 2 ? other : mine));
+            out[i] = (t < 2 ? mine : other) + QUERY_SCALE * own_score * u;
+            high[i] = bf16_low((u32)float_to_bf16(u)), low[i] = u - high[i];
+        }
+        u32 words[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            words[i] = t == 0   ? (u32)float_to_activation(out[i]) | (u32)float_to_bf16(high[i]) << 16
+                       : t == 1 ? (u32)float_to_bf16(low[i])
+                                : 0;
+        const uint2 packed = rows_of_query(words[0], words[1]);
+        u16* to = g == 0 ? (u16*)to_output : to_u + (first_new * (HEADS * U_PLANES) + g - 1) * ROWS;
+        if (g <= U_PLANES && row_offset < CTA_ROWS) *(uint2*)to = packed;
+    } else {
+        sync_threads();  // the window's matrices
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; m++) {
+            float out[4] = {0.f, 0.f, 0.f, 0.f}, u[4] = {0.f, 0.f, 0.f, 0.f};
+            if (!ONE_TILE)
+#pragma unroll
+                for (int i = 0; i < 4; i++) out[i] = sum[m][i];
+#pragma unroll
+            for (int n = 0; n <= m; n++) {
+                float known[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float predicted = sum[ONE_TILE ? 0 : TOKEN_TILES + n][i % 2 * 2 + i / 2];
+                    known[i] = ONE_TILE && t < 2 ? predicted : values[n][i] - predicted;
+                }
+                constexpr int SIZE = WindowMatrices::SIZE;
+                mix(out, known, shared.matrices.o + m * 8 * SIZE + n * 8);
+                mix(u, known, shared.matrices.u + m * 8 * SIZE + n * 8);
+            }
+            const int w = m * 8 + g;
+            const bool stored = w < length && row_offset < CTA_ROWS;
+            const uint2 packed = rows_of_query(pack_activations(out[0], out[1]), pack_activations(out[2], out[3]));
+            if (stored) *(uint2*)(to_output + w * (HEADS * ROWS)) = packed;
 #pragma unroll
             for (int plane = 0; plane < U_PLANES; plane++) {
-                u32 pairs[2];
-                load_matrix_x2_transposed(pairs, shared.u[plane] + (k8 * 8 + lane % 8) * VALUE_STRIDE + own_column);
-                u[0] += bf16_low(pairs[0]), u[1] += bf16_low(pairs[1]);
-                u[2] += bf16_high(pairs[0]), u[3] += bf16_high(pairs[1]);
-            }
-            values[k8][0] = even * u[0], values[k8][1] = even * u[1];
-            values[k8][2] = odd * u[2], values[k8][3] = odd * u[3];
-        }
-        fold_and_dot_tile<QUERY_TILES>(products, shared.tile,
-                                       checkpoint + (long long)slot * checkpoint_stride + state_offset, c > 0,
-                                       decay_of(shared.decays.total), values, shared.k, query);
-    } else if (c > 0) {
-        dot_tile<QUERY_TILES>(products, shared.tile, query);
-    }
-
-    // From here on a warp needs only its own rows. One lane solves for a row of the state: u of its tokens one after the
-    // other, then their outputs. What tokens behind the window's end compute is never stored.
-    const float base = flush ? 0.f : shared.decays.total;
-    const auto combined = [&](int n, int i, int query_index) {
-        const float scale = query_index < MAX_WINDOW ? QUERY_SCALE : 1.f;
-        const float decay = decay_of(base + shared.decays.prefix[query_index % MAX_WINDOW]);
-        return sum[n][i] + scale * decay * products.value(n, i);
-    };
-    const auto solve_row = [&](int own, const float(&outputs)[MAX_WINDOW], const float(&predictions)[MAX_WINDOW]) {
-        float u[MAX_WINDOW];
-#pragma unroll
-        for (int w = 0; w < MAX_WINDOW; w++) {
-            float predicted = predictions[w], out = outputs[w];
-#pragma unroll
-            for (int j = 0; j < w; j++) {
-                predicted += shared.pairs[(MAX_WINDOW + w) * WINDOW_ROWS + j] * u[j];
-                out += shared.pairs[w * WINDOW_ROWS + j] * u[j];
-            }
-            u[w] = shared.beta[w] * (activation_to_float(shared.v[w * VALUE_STRIDE + own]) - predicted);
-            out += shared.pairs[w * WINDOW_ROWS + w] * u[w];
-            const u16 rounded = float_to_bf16(u[w]);
-            shared.u[0][w * VALUE_STRIDE + own] = rounded;
-            if (U_PLANES == 2)
-                shared.u[U_PLANES - 1][w * VALUE_STRIDE + own] =
-                    float_to_bf16(u[w] - bits_to_float((u32)rounded << 16));
-            shared.v[w * VALUE_STRIDE + own] = float_to_activation(out);
-        }
-    };
-    if constexpr (MAX_WINDOW == 1) {
-        // Lane 4 g already holds both queries of rows g and g + 8.
-        if (t == 0) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float outputs[MAX_WINDOW] = {combined(0, 2 * half, 0)};
-                const float predictions[MAX_WINDOW] = {combined(0, 2 * half + 1, 1)};
-                solve_row(warp * 16 + g + 8 * half, outputs, predictions);
+                const u32 low = split_bf16(u[0], u[1]), high = split_bf16(u[2], u[3]);
+                const uint2 half = rows_of_query(low, high);
+                if (stored) *(uint2*)(to_u + (wrapped(first_new + w) * (HEADS * U_PLANES) + plane) * ROWS) = half;
             }
         }
-    } else {
-#pragma unroll
-        for (int n = 0; n < QUERY_TILES; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int query_index = n * 8 + 2 * t + i % 2;
-                if (query_index < QUERIES)
-                    shared.stage[(warp * 16 + g + 8 * (i / 2)) * STAGE_STRIDE + query_index] =
-                        combined(n, i, query_index);
-            }
-        sync_warp();
-        if (lane < 16) {
-            const float* stage = shared.stage + (warp * 16 + lane) * STAGE_STRIDE;
-            float outputs[MAX_WINDOW], predictions[MAX_WINDOW];
-#pragma unroll
-            for (int w = 0; w < MAX_WINDOW; w++) outputs[w] = stage[w], predictions[w] = stage[MAX_WINDOW + w];
-            solve_row(warp * 16 + lane, outputs, predictions);
-        }
-    }
-    sync_warp();
-    u16* to_u = ring_u + (long long)slot * ring_u_stride + u_column;
-    for (int i = lane; i < 2 * (U_PLANES + 1) * length; i += 32) {
-        const int offset = warp * 16 + i % 2 * 8, plane = i / 2 % (U_PLANES + 1), w = i / 2 / (U_PLANES + 1);
-        if (offset >= CTA_ROWS) continue;
-        if (plane < U_PLANES)
-            *(uint4*)(to_u + ((row.seq_len + w) % RING_LEN * HEADS * U_PLANES + plane) * ROWS + offset) =
-                *(const uint4*)(shared.u[plane < U_PLANES ? plane : 0] + w * VALUE_STRIDE + offset);
-        else
-            *(uint4*)(output + (long long)(row.start + w) * (HEADS * ROWS) + offset) =
-                *(const uint4*)(shared.v + w * VALUE_STRIDE + offset);
     }
 }
