@@ -92,6 +92,7 @@ def plot(lines: list[Line], names: tuple[str, str], path: Path) -> None:
     colours = ["#2a7f62" if line.better else "#b5483a" for line in shown]
     bars = axes.barh([line.label for line in shown], [line.ratio for line in shown], color=colours, height=0.6)
     axes.bar_label(bars, [f"{line.ratio:.2f}" for line in shown], padding=3, fontsize=8)
+    axes.margins(x=0.12)
     axes.axvline(1.0, color="#444444", linewidth=0.8)
     axes.set_xlabel(f"{names[1]} / {names[0]}  (green: better)")
     axes.spines[["top", "right"]].set_visible(False)

@@ -35,6 +35,7 @@ _GAUGES = {
 }
 _TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _TPOT_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+_ACCEPTANCE_BUCKETS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
 _LATENCY_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
 
@@ -52,11 +53,14 @@ class Metrics:
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS)
         self.tpot = self._histogram("time_per_output_token_seconds", "Mean time of later tokens", _TPOT_BUCKETS)
         self.queued = self._histogram("queue_seconds", "Arrival to first slot", _TTFT_BUCKETS)
+        self.acceptance = self._histogram("acceptance_length", "Mean tokens per window", _ACCEPTANCE_BUCKETS)
         self.latency = self._histogram("request_seconds", "Arrival to last token", _LATENCY_BUCKETS)
 
     def ended(self, request: Request) -> None:
         """Take note of a request that has ended."""
         self.requests.labels(request.finish_reason).inc()
+        if request.acceptance_length is not None:
+            self.acceptance.observe(request.acceptance_length)
         if request.admitted:
             self.queued.observe(request.admitted - request.submitted)
         if request.first:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from replayssm.scripts.config_file import apply_config
 from replayssm.scripts.files import write_lines
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -20,6 +21,7 @@ _COMMON = (
     click.option("--engine", "--engine-dir", required=True, type=ENGINE, help="Engine directory."),
     click.option("--dataset", required=True, type=FILE, help="JSON lines, as `bench prepare-dataset` writes them."),
     click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"])),
+    click.option("--config", "--extra-llm-api-options", type=FILE, help="YAML with trtllm-bench's keys; goes first."),
     click.option("--num-requests", default=0, show_default=True, help="Requests of the data set to run; 0: all."),
     click.option("--warmup", default=2, show_default=True, help="Requests to run before, without measuring."),
     click.option("--max-num-tokens", type=int, help="Tokens of one step.  [default: 8192]"),
@@ -39,7 +41,7 @@ _COMMON = (
 )
 _MEMORY = click.option(
     "--kv-cache-free-gpu-mem-fraction",
-    "memory_fraction",
+    "free_gpu_memory_fraction",
     default=0.9,
     show_default=True,
     type=click.FloatRange(0, 1, min_open=True),
@@ -74,10 +76,17 @@ def throughput(**options: Any) -> None:
 @_MEMORY
 def latency(**options: Any) -> None:
     """Run a data set one request at a time."""
-    _run(**options, max_batch_size=1, concurrency=1, streaming=True)
+    _run(**options, fixed={"max_batch_size": 1, "concurrency": 1, "streaming": True})
 
 
-def _run(engine: Path, dataset: Path, report_json: Path | None, **options: Any) -> None:
+def _run(
+    engine: Path,
+    dataset: Path,
+    report_json: Path | None,
+    config: Path | None,
+    fixed: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -89,6 +98,8 @@ def _run(engine: Path, dataset: Path, report_json: Path | None, **options: Any) 
     from replayssm.runtime.scheduler import Scheduler, SchedulerOptions
     from replayssm.runtime.session import Session
 
+    options |= fixed or {}
+    options = options if config is None else {**apply_config(config, options), **(fixed or {})}
     if options["concurrency"] == 0 or options["concurrency"] < -1:
         raise ValueError(f"concurrency must be positive, or -1 for all at once, got {options['concurrency']}")
     loaded = serving.with_max_seq_len(Engine.load(engine), options["max_seq_len"])
@@ -96,7 +107,7 @@ def _run(engine: Path, dataset: Path, report_json: Path | None, **options: Any) 
     params = _sampling(options["sampler_options"])
     directory = options["draft_engine"]
     draft_engine = None if directory is None else Engine.load(directory)
-    memory = serving.usable_bytes(loaded, options["device"], options["memory_fraction"], draft_engine)
+    memory = serving.usable_bytes(loaded, options["device"], options["free_gpu_memory_fraction"], draft_engine)
     slots = serving.slots_that_fit(loaded, memory, options["max_batch_size"], draft_engine)
     for line in serving.describe_memory(loaded, memory, slots, draft_engine):
         click.echo(line, err=True)
@@ -129,7 +140,7 @@ def _run(engine: Path, dataset: Path, report_json: Path | None, **options: Any) 
         draft=options["draft"],
         streaming=options["streaming"],
         dataset=dataset,
-        memory_fraction=options["memory_fraction"],
+        memory_fraction=options["free_gpu_memory_fraction"],
     )
     click.echo(text_report(report))
     _write_json(report_json, report)

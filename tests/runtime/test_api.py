@@ -234,6 +234,8 @@ def test_models_health_metrics(server, client):
     assert float(values["replayssm_state_bytes"]) == server.loop.scheduler.session.state_bytes
     assert float(values['replayssm_requests_total{reason="length"}']) >= 1
     assert float(values["replayssm_time_to_first_token_seconds_count"]) >= 1
+    count, total = (float(values[f"replayssm_acceptance_length_{name}"]) for name in ("count", "sum"))
+    assert 1 <= total / count <= 4
     assert float(values["replayssm_generated_tokens_total"]) >= 3
 
 

@@ -55,6 +55,31 @@ def test_prepare_run_compare(engine, tmp_path):
     assert "output tokens/s" in result.stdout
 
 
+def test_config_adaptive_drafts_and_plot(engine, tmp_path):
+    """Settings from trtllm-bench's YAML; drafts are measured on this machine before the run, and the report says so."""
+    arguments = ("--num-requests", 4, "--input-mean", 12, "--output-mean", 12)
+    assert prepare(engine, tmp_path / "data", "token-norm-dist", *arguments).exit_code == 0
+    (tmp_path / "config.yml").write_text(
+        "max_batch_size: 2\nspeculative_config: {decoding_type: NGram, max_draft_len: 2}\n"
+    )
+    common = ("--engine", engine, "--dataset", tmp_path / "data", "--config", tmp_path / "config.yml")
+    for command, name, extra in (("throughput", "a", ("--adaptive-drafts",)), ("latency", "b", ())):
+        result = bench(command, *common, "--report-json", tmp_path / f"{name}.json", *extra)
+        assert result.exit_code == 0, result.stderr
+        assert "of attention cache for 64 tokens" in result.stderr
+    first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in "ab")
+    assert (first["world_info"]["max_batch_size"], second["world_info"]["max_batch_size"]) == (2, 1)
+    assert first["decoding_stats"]["mode"] == second["decoding_stats"]["mode"] == "NGRAM"
+    assert second["replayssm"]["draft_costs"] is None
+    for costs in first["replayssm"]["draft_costs"].values():
+        assert len(costs["relative_cost"]) == 3
+        assert costs["crossover"] == pytest.approx(costs["relative_cost"][1] - 1)
+    pytest.importorskip("matplotlib")
+    result = bench("compare", tmp_path / "a.json", tmp_path / "b.json", "--plot", tmp_path / "ratios.png")
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_uniform_lengths_and_text(engine, tmp_path):
     lengths = ("--input-min", 3, "--input-max", 9, "--output-min", 2, "--output-max", 4)
     assert prepare(engine, tmp_path / "a", "token-unif-dist", "--num-requests", 30, *lengths).exit_code == 0
