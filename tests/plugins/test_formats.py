@@ -133,7 +133,13 @@ def test_stochastic_rounding_in_rational_numbers(dtype):
     low = -20 if dtype is torch.float8_e4m3fn else -30
     x = spread(4000, low=low, high=6)
     r = torch.randint(0, 2**16, (4000,), generator=SEED, dtype=torch.int32)
-    r[:4], x[:4] = torch.tensor([0, 65535, 0, 65535]), torch.tensor([1.0, 1.0, 2.0**-20, -(2.0**-20)])
+    # Numbers just at and just below the smallest fraction that the bits still push up.
+    dropped = 23 - mantissa
+    least = (1 << dropped) - ((2 * r[:2000] + 1) << dropped >> 17)
+    x[:2000] = (
+        (0x3F800000 | (least - torch.arange(2000) % 2).clamp(0, (1 << dropped) - 1)).to(torch.int32).view(x.dtype)
+    )
+    r[-4:], x[-4:] = torch.tensor([0, 65535, 0, 65535]), torch.tensor([1.0, 1.0, 2.0**-20, -(2.0**-20)])
     got = round_stochastic(x, r, dtype)
     normal = smallest * 2**mantissa
     for value, bits, result in zip(x.tolist(), r.tolist(), got.float().tolist(), strict=True):

@@ -6,9 +6,11 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load
 
 from replayssm.plugins import reference
 from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.nvfp4 import decode_packed
 from replayssm.plugins.reference.formats import (
     RandomKey,
     load_checkpoint,
@@ -17,6 +19,7 @@ from replayssm.plugins.reference.formats import (
     store_state,
 )
 from replayssm.plugins.reference.philox import rounding_bits
+from replayssm.plugins.slot_blob import load_slot, save_slot
 from replayssm.plugins.state import LayerState, raise_on_error, set_checkpoint_position
 
 STOCHASTIC = {"state_rounding": "stochastic", "rounding_seed": 11}
@@ -186,8 +189,8 @@ def test_rule_5_prefill_writes_checkpoint_and_readout(make_operator, assert_same
     assert position_of(state, 1) == history + length
     _, states = operator.judge(inputs)
     store_state(state, 0, states[-1].float(), RandomKey(0, history + length))
-    for load in (load_checkpoint, load_readout):
-        mine, theirs = load(state, 1, torch.float64), load(state, 0, torch.float64)
+    for read in (load_checkpoint, load_readout):
+        mine, theirs = read(state, 1, torch.float64), read(state, 0, torch.float64)
         # fp32 sums of 73 products differ in their last bits, which moves a few elements across a rounding boundary.
         assert ((mine - theirs).abs() <= 1e-5 * theirs.abs().max()).double().mean() > 0.98
         assert (mine - states[-1]).abs().max() <= 0.2 * states[-1].abs().max()
@@ -274,6 +277,54 @@ def test_same_seed_same_bits_and_another_seed_others(make_operator, assert_same,
     assert_same(outcomes[0], outcomes[1])
     assert torch.equal(outcomes[0], outcomes[2]) != ("state_rounding" in settings)
     assert (outcomes[0] - outcomes[2]).abs().max() <= 0.13 * outcomes[0].abs().max()
+
+
+@OPERATORS
+def test_checkpoint_and_readout_come_from_the_same_fp32_value(make_operator, assert_same, name):
+    """The readout is not an image of the rounded checkpoint, whose error would be added to its own."""
+    operator = make_operator(name, **COMMON, **FORMATS["fp8 stochastic, nvfp4 readout, u from checkpoint"])
+    state = operator.pool(1)
+    S = start(operator, state, 0, 50)
+    for of_checkpoint, parts in (
+        (False, reference.formats.encode_readout(S, operator.geometry, operator.settings)),
+        (
+            True,
+            reference.formats.encode_readout(load_checkpoint(state, 0, S.dtype), operator.geometry, operator.settings),
+        ),
+    ):
+        assert torch.equal(parts["readout"], state["readout"][0]) != of_checkpoint
+
+
+@EVERY
+@OPERATORS
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_rule_9_blobs_go_on_bit_identically(make_operator, dice, assert_same, name, settings, tokens):
+    """Saved, loaded into another pool full of NaN, and run on; and a fork by copy_slot."""
+    operator = make_operator(name, **COMMON, **settings)
+    states, inputs = [operator.pool(2), operator.pool(3)], operator.inputs(tokens + 30)
+    operator.drive(states[0], [tensor[:tokens] for tensor in inputs], 0, 0, dice)
+    blob = save_slot({name: states[0]}, 0, tokens)
+    assert load_slot(blob, {name: states[1]}, 2) == tokens
+    reference.copy_slot(states[0], 0, 1)
+    outputs = [
+        torch.cat([operator.window(state, inputs, slot, p, p, 1) for p in range(tokens, tokens + 30)])
+        for state, slot in ((states[0], 0), (states[0], 1), (states[1], 2))
+    ]
+    assert_same(outputs[0], outputs[1])
+    assert_same(outputs[0], outputs[2])
+    assert save_slot({name: states[0]}, 0, tokens + 30) == save_slot({name: states[1]}, 2, tokens + 30)
+
+
+def test_rule_9_blobs_hold_nibbles_in_the_usual_order(make_operator, dice):
+    """Byte k of a row holds columns 2 k and 2 k + 1, so that a blob needs no kernel to be read."""
+    operator = make_operator("mamba2_words", **COMMON, **FORMATS["fp16 stochastic, nvfp4 readout"])
+    state = operator.pool(1)
+    operator.drive(state, operator.inputs(40), 0, 0, dice)
+    tensors = load(save_slot({"layer": state}, 0, 40))
+    values = decode_packed(tensors["layer/readout"]).unflatten(-1, (-1, 16))
+    values = (values * tensors["layer/readout_block_scale"].float()[..., None]).flatten(-2)
+    expected = load_readout(state, 0, torch.float32)
+    assert torch.equal(values * tensors["layer/readout_tile_scale"][:, :, None], expected)
 
 
 DTYPES = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float8_e4m3fn: 2.0**-3}
