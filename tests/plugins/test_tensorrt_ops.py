@@ -11,6 +11,7 @@ import importlib
 import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,9 @@ from replayssm.plugins.contract import (
 from replayssm.plugins.geometry import EMBEDDED_SHARED_BYTES, UnsupportedGeometryError
 from replayssm.plugins.state import allocate_state, torch_dtype
 from replayssm.plugins.tensorrt_ops import OPERATORS, PluginSpec
+
+sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+from embedded_plugins import Plugin
 
 SETTINGS = ReplaySettings(max_window=5, max_seq_len=512)
 SLOTS = 3
@@ -268,6 +272,15 @@ def test_long_convolutions_use_as_many_blocks_as_the_launcher(trt, tokens, block
     assert drive(trt, spec, tokens, rows=1).grid[2] == blocks
     state = allocate_state(spec.geometry, spec.settings, 1)
     assert launch.conv_chunks(tokens, 1, state) == blocks
+
+
+def test_the_stand_in_gets_what_nvidias_bindings_get(driven):
+    """`tests/gpu` launches what `aot_impl` returns to a stand-in, where these bindings are not installed."""
+    spec, plugin = driven
+    other = Plugin(spec, list(input_shapes(spec, 13, 6).values()))
+    assert (other.kernel, other.ptx.decode()) == (plugin.kernel, plugin.ptx)
+    assert (other.grid, other.block, other.shared_bytes) == (plugin.grid, plugin.block, plugin.shared_bytes)
+    assert list(other.scalars) == plugin.scalars
 
 
 def test_kernels_write_through_their_outputs(driven):

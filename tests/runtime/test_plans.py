@@ -262,4 +262,4 @@ def test_a_version_without_the_alias_query_runs(plan_engine, monkeypatch):
 def test_memory_is_reported(plan_engine):
     engine, _ = plan_engine("nano")
     runtime = PlanRuntime(engine.directory, "tensorrt", torch.device("cpu"))
-    assert runtime.memory == {"plans": engine.weight_bytes, "scratch": 4096}
+    assert runtime.memory == {"plans": engine.weight_bytes, "scratch": 4096, "device_in_use": 0}

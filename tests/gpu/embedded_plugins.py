@@ -1,0 +1,104 @@
+"""The plugins' kernels as TensorRT launches them: what `aot_impl` returned, loaded as PTX by the driver.
+
+`tensorrt.plugin` is a stand-in that hands the registered functions plain numbers for symbolic sizes; everything else
+is the product's: the PTX, its entry, the grid, the block, the shared memory and the int32 arguments. The driver gets no
+attribute that TensorRT would not set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from replayssm.plugins import tensorrt_ops
+from replayssm.plugins.tensorrt_ops import NAMESPACE, OPERATORS, PluginSpec
+
+sys.path.append(str(Path(__file__).parents[1] / "stand_in"))
+from tensorrt_stand_in import make_module
+
+
+class Plugin:
+    """One plugin over the shapes of a call. kernel, ptx: entry and image; grid, block, shared_bytes, scalars: the
+    launch."""
+
+    def __init__(self, spec: PluginSpec, shapes: list[tuple[int, ...]]) -> None:
+        trtp = make_module().plugin
+        name = tensorrt_ops.register(trtp)[spec.operator]
+        inputs = [trtp.TensorDesc(shape, dtype) for shape, dtype in zip(shapes, _types(spec), strict=True)]
+        implement = trtp.implementations[f"{NAMESPACE}::{name}"]
+        kernel, self.ptx, launch, self.scalars = implement(*inputs, spec.to_json(), (), 0)
+        self.kernel = kernel
+        self.grid = tuple(getattr(launch, f"grid_{axis}", 1) for axis in "xyz")
+        self.block = tuple(getattr(launch, f"block_{axis}", 1) for axis in "xyz")
+        self.shared_bytes = launch.shared_mem
+
+
+def _types(spec: PluginSpec) -> list[str]:
+    return list(tensorrt_ops.tensor_types(spec).values())
+
+
+class EmbeddedPlugins:
+    """The stateful operators, each call one plugin launch on the current stream. arch: compute capability."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def mamba2_window(self, *arguments):
+        *own, state, _, _, _, _, layer = arguments
+        return self._launch(state, own, arguments[-5:-1], layer=layer)
+
+    gdn_window = mamba2_window
+
+    def causal_conv1d_window(self, x, weight, bias, state, *rows):
+        return self._launch(state, (x, weight, bias), rows)
+
+    def attention_window(self, q, k, v, state, *rest):
+        *rows, scale = rest
+        return self._launch(state, (q, k, v), rows, query_heads=q.shape[1], scale=scale)
+
+    def _launch(self, state, own, rows, **more):
+        spec = PluginSpec(state.geometry, state.settings, state.slots, self.arch, **more)
+        operator = OPERATORS[spec.operator]
+        own = [tensor.contiguous() for tensor in own]
+        in_place = [*state.flat(), state.error_flag]
+        inputs = [*own, *in_place, *rows]
+        assert [str(tensor.dtype).removeprefix("torch.") for tensor in inputs] == _types(spec)
+        out = torch.zeros_like(own[operator.inputs.index(operator.like)])
+        plugin = Plugin(spec, [tuple(tensor.shape) for tensor in inputs])
+        launch_ptx(plugin, [*inputs, *plugin.scalars, out, *in_place])
+        return out
+
+
+def launch_ptx(plugin: Plugin, arguments: list) -> None:
+    """cuLaunchKernel with nothing but what a plan holds."""
+    from cuda.bindings import driver
+
+    torch.cuda.current_stream()  # makes the primary context current
+    function = _load(plugin.kernel, plugin.ptx)
+    numbers = [a & 0xFFFFFFFF if isinstance(a, int) else a.data_ptr() for a in arguments]
+    values = (ctypes.c_uint64 * len(numbers))(*numbers)
+    base = ctypes.addressof(values)
+    pointers = (ctypes.c_void_p * len(numbers))(*range(base, base + 8 * len(numbers), 8))
+    stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+    sizes = (*plugin.grid, *plugin.block, plugin.shared_bytes)
+    _check(driver.cuLaunchKernel(function, *sizes, stream, ctypes.addressof(pointers), 0))
+
+
+@cache
+def _load(kernel: str, ptx: bytes):
+    from cuda.bindings import driver
+
+    module = _check(driver.cuModuleLoadData(ptx + b"\0"))
+    return _check(driver.cuModuleGetFunction(module, kernel.encode()))
+
+
+def _check(result: tuple):
+    from cuda.bindings import driver
+
+    code, *values = result
+    assert code == driver.CUresult.CUDA_SUCCESS, driver.cuGetErrorString(code)[1].decode()
+    return values[0] if values else None
