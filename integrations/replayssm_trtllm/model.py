@@ -111,7 +111,6 @@ class ReplayModel:
         elif batch.decodes:
             index = batch.slots[batch.contexts :].long()
             self._write_back(index, self.steps.expected[index])
-            self.steps.forget(index)
 
     def _update_constants(self) -> None:
         """A_log of all Mamba2 layers in two launches: weights may be updated in place at any time."""

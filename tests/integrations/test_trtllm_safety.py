@@ -287,6 +287,10 @@ def test_pool_that_the_kernels_cannot_address(trtllm, pair):
 # ------------------------------------------------------- whoever reads the pool between two tokens finds it current
 
 
+FULL = 25
+"""Steps behind which every row of a ring of 17 has held a token: one too many or too few would count."""
+
+
 def stale(served, request: int = 1) -> bool:
     """Whether our pool is behind upstream's: without it, the tests below would test nothing."""
     ours, theirs = served.pools(0, request)
@@ -298,17 +302,33 @@ def stale(served, request: int = 1) -> bool:
 def test_prompt_that_continues_a_decoded_sequence(pair, kind, with_kv_lens):
     """The prompt operators start from the pool."""
     served = pair(kind, with_kv_lens=with_kv_lens)
-    run_some(served, 5)
+    run_some(served, FULL)
     assert stale(served)
     assert difference(served.step([(1, 6)], [2])) < EXACT
     for _ in range(20):
         assert difference(served.step((), [2, 1])) < EXACT
 
 
+def test_prompt_that_continues_a_state_from_elsewhere(pair):
+    """The slot's ring belongs to what was there before, which must not be folded into what came."""
+    served = pair("mamba2", slots=1)
+    served.step([(1, 5)])
+    for _ in range(FULL):
+        served.step((), [1])
+    for executor in (served.ours, served.theirs):
+        torch.manual_seed(7)
+        for layer in served.config.layers:
+            executor.manager.get_ssm_states(layer)[0].copy_(torch.randn(4, 8, 16))
+        executor.done[1] = 90
+    assert difference(served.step([(1, 4)])) < EXACT
+    for _ in range(20):
+        assert difference(served.step((), [1])) < EXACT
+
+
 def test_mixed_batch_that_cannot_be_parted(trtllm, pair):
     """A version with an argument that we do not know: the chunked kernel reads the decode rows' states."""
     served = pair("gdn")
-    run_some(served, 5)
+    run_some(served, FULL)
     assert stale(served)
     for executor in (served.ours, served.theirs):
         for mixer in executor.model.model:
@@ -322,7 +342,7 @@ def test_mixed_batch_that_cannot_be_parted(trtllm, pair):
 
 def test_decode_call_with_an_unknown_argument(trtllm, pair):
     served = pair()
-    run_some(served, 5)
+    run_some(served, FULL)
     assert stale(served)
     layer = served.ours.model.model[0]._stp_ssu_func.__self__
     known = layer._is_one_token
@@ -338,7 +358,7 @@ def test_decode_call_with_an_unknown_argument(trtllm, pair):
 def test_verify_step(trtllm, pair, spelling):
     """A deployment without speculation has none; if one comes all the same, it reads the pool and leaves it."""
     served = pair(spelling=spelling, layers=(0,))
-    run_some(served, 5)
+    run_some(served, FULL)
     assert stale(served)
     buffers = []
     for executor in (served.ours, served.theirs):
@@ -381,16 +401,31 @@ def test_mixer_that_never_calls_the_operator(trtllm, pair):
 def test_mixer_that_stops_calling_the_operator(trtllm, pair):
     """Its pool is behind by then: nothing but an error will do."""
     served = pair()
-    run_some(served, 5)
+    run_some(served, FULL)
     call_plain_operator(trtllm, served, layer=1)
     with pytest.raises(RuntimeError, match="decodes without the operator that this module knows, on states that are"):
         served.step((), [1, 2])
 
 
+@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
+def test_weights_that_are_updated_in_place(pair, kind):
+    """Reinforcement learning loads new weights into a running deployment, between requests."""
+    served = pair(kind)
+    run_some(served, FULL)
+    for executor in (served.ours, served.theirs):
+        with torch.no_grad():
+            for mixer in executor.model.model:
+                constant = mixer.A if kind == "mamba2" else mixer.A_log
+                constant.data.copy_(constant * 0.5)
+    for request in (1, 2):
+        served.finish(request)
+    assert run_some(served, FULL) < EXACT
+
+
 def test_new_pool(trtllm, pair):
     """The estimate of the memory uses a pool of its own; the real one comes later, with other slots."""
     served = pair()
-    run_some(served, 5)
+    run_some(served, FULL)
     for executor in (served.ours, served.theirs):
         executor.manager = trtllm.managers.MixedMambaHybridCacheManager(served.config, 9, torch.float32)
         executor.metadata.kv_cache_manager = executor.manager
