@@ -56,13 +56,39 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class Export:
-    """What was written. inspection: sizes and traffic of the whole model; ring_bytes: of all slots, per GPU."""
+    """What was written. inspection: sizes and traffic of the whole model; ring_bytes: of all slots, per GPU; step:
+    at the largest batch, with sequences of half the largest length."""
 
     directory: Path
     inspection: Inspection
     ring_bytes: int
     commands: Mapping[str, str]
     warnings: tuple[str, ...]
+    step: StepTraffic
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Bytes that one decode step moves: weights, attention caches, and recurrent state rewritten or replayed.
+
+    The estimate of docs/trtllm.md. Activations and what a mixture of experts leaves unread are not in it, so real
+    steps gain less at small batches.
+    """
+
+    plain: float
+    replay: float
+
+    @classmethod
+    def of(cls, inspection: Inspection, batch: int, tokens: int) -> StepTraffic:
+        """For `batch` sequences that hold `tokens` tokens each."""
+        rest = inspection.weights["total"] + batch * tokens * inspection.slot.kv_per_token
+        traffic = inspection.traffic
+        return cls(rest + batch * traffic.plain, rest + batch * traffic.replay)
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster the step becomes where memory traffic is all that counts."""
+        return self.plain / self.replay
 
 
 def export_trtllm(checkpoint_dir: Path, output_dir: Path, options: ExportOptions | None = None) -> Export:
@@ -89,7 +115,8 @@ def export_trtllm(checkpoint_dir: Path, output_dir: Path, options: ExportOptions
         (directory / GUIDE_NAME).write_text(_guide(commands, warnings), encoding="utf-8")
         files = sorted(path.name for path in directory.iterdir())
         _write_json(directory / MARKER_NAME, {"format": _MARKER_FORMAT, "files": files})
-    return Export(Path(output_dir), inspection, ring_bytes, commands, warnings)
+    step = StepTraffic.of(inspection, options.max_batch_size, options.max_seq_len // 2)
+    return Export(Path(output_dir), inspection, ring_bytes, commands, warnings, step)
 
 
 def is_own_export(directory: Path) -> bool:

@@ -46,7 +46,7 @@ def export_trtllm(checkpoint: Path, output: Path, memory: str, **options) -> Non
     from replayssm.builders.inspection import parse_size
 
     made = export_trtllm(checkpoint, output, ExportOptions(memory_bytes=parse_size(memory), **options))
-    traffic = made.inspection.traffic
+    traffic, step = made.inspection.traffic, made.step
     click.echo(f"{made.directory}: checkpoint, {CONFIG_NAME} and {GUIDE_NAME}, which says the following.")
     for warning in made.warnings:
         click.echo(f"note: {warning}")
@@ -54,6 +54,8 @@ def export_trtllm(checkpoint: Path, output: Path, memory: str, **options) -> Non
         click.echo(f"\n{name}:\n  {command}")
     click.echo(
         f"\nState moved per decoded token of a sequence: {traffic.plain:,.0f} bytes without replay, "
-        f"{traffic.replay:,.0f} with it ({traffic.plain / traffic.replay:.2f} times less). "
-        f"Rings take {made.ring_bytes / 2**30:.2f} GiB of each GPU."
+        f"{traffic.replay:,.0f} with it ({traffic.plain / traffic.replay:.2f} times less).\n"
+        f"A step at batch {options['max_batch_size']} with {options['max_seq_len'] // 2:,} tokens a sequence moves "
+        f"{step.plain / 2**30:.1f} GiB, {step.replay / 2**30:.1f} GiB with replay: at most {step.speedup:.2f} times "
+        f"faster (an estimate from sizes alone).\nRings take {made.ring_bytes / 2**30:.2f} GiB of each GPU."
     )

@@ -138,6 +138,14 @@ def test_rings_are_counted_and_kept_free(tiny_checkpoint, tmp_path):
     assert made.commands["serve"].startswith("TRTLLM_REPLAYSSM_BUFFER_LEN=8 trtllm-serve ")
 
 
+def test_estimate_of_a_step(tiny_checkpoint, tmp_path):
+    made = export_trtllm(tiny_checkpoint("qwen"), tmp_path / "out", ExportOptions(max_batch_size=8, max_seq_len=512))
+    slot, traffic, weights = made.inspection.slot, made.inspection.traffic, made.inspection.weights["total"]
+    assert made.step.plain == weights + 8 * (256 * slot.kv_per_token + traffic.plain)
+    assert made.step.replay == weights + 8 * (256 * slot.kv_per_token + traffic.replay)
+    assert 1 < made.step.speedup < traffic.plain / traffic.replay
+
+
 def test_state_dtype_of_the_config(tiny_checkpoint, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(tiny_checkpoint("nano"), source)

@@ -63,4 +63,5 @@ def test_export(tiny_checkpoint, tmp_path):
     assert f"trtllm-serve {tmp_path}/out --config {tmp_path}/out/trtllm.yaml" in result.stdout
     assert '--custom_module_dirs "$(replayssm trtllm-module)"' in result.stdout
     assert "times less)" in result.stdout
+    assert "A step at batch 8 with 2,048 tokens a sequence moves" in result.stdout
     assert "max_batch_size: 8" in (tmp_path / "out" / "trtllm.yaml").read_text()
