@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -62,15 +63,26 @@ class EmbeddedPlugins:
 
     def _launch(self, state, own, rows, **more):
         spec = PluginSpec(state.geometry, state.settings, state.slots, self.arch, **more)
-        operator = OPERATORS[spec.operator]
-        own = [tensor.contiguous() for tensor in own]
-        in_place = [*state.flat(), state.error_flag]
-        inputs = [*own, *in_place, *rows]
-        assert [str(tensor.dtype).removeprefix("torch.") for tensor in inputs] == _types(spec)
-        out = torch.zeros_like(own[operator.inputs.index(operator.like)])
-        plugin = Plugin(spec, [tuple(tensor.shape) for tensor in inputs])
-        launch_ptx(plugin, [*inputs, *plugin.scalars, out, *in_place])
-        return out
+        inputs = [*(tensor.contiguous() for tensor in own), *state.flat(), state.error_flag, *rows]
+        return run_plugin(spec, inputs, unowned=0.0)[0]
+
+
+def run_plugin(spec: PluginSpec, inputs: Sequence[torch.Tensor], unowned: float = torch.nan) -> list[torch.Tensor]:
+    """A plugin's outputs, state in place. unowned: what the output of tokens that no row owns holds."""
+    operator = OPERATORS[spec.operator]
+    assert [str(tensor.dtype).removeprefix("torch.") for tensor in inputs] == _types(spec)
+    inputs = [tensor.contiguous() for tensor in inputs]
+    out = torch.full_like(inputs[operator.tensors.index(operator.like)], unowned)
+    first = len(operator.inputs)
+    in_place = inputs[first : first + len(operator.parts) + 1]
+    plugin = _plugin(spec, tuple(tuple(tensor.shape) for tensor in inputs))
+    launch_ptx(plugin, [*inputs, *plugin.scalars, out, *in_place])
+    return [out, *in_place]
+
+
+@cache
+def _plugin(spec: PluginSpec, shapes: tuple[tuple[int, ...], ...]) -> Plugin:
+    return Plugin(spec, list(shapes))
 
 
 def launch_ptx(plugin: Plugin, arguments: list) -> None:

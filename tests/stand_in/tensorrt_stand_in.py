@@ -129,10 +129,13 @@ class Weights:
         self.bytes = _at(pointer, nbytes).clone()
 
 
-def _at(pointer, nbytes):
-    """Memory at an address as uint8 [nbytes]."""
+def _at(pointer, nbytes, device="cpu"):
+    """Memory at an address of the host, or of a GPU, as uint8 [nbytes]."""
     if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    if device != "cpu":
+        described = {"data": (pointer, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+        return torch.as_tensor(types.SimpleNamespace(__cuda_array_interface__=described), device=device)
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(pointer), dtype=torch.uint8)
 
 
@@ -220,7 +223,7 @@ class Network:
 
     def add_gather(self, a, indices, axis):
         def run(layer, x, i):
-            assert not i.numel() or 0 <= int(i.min()) <= int(i.max()) < x.shape[axis]
+            assert i.is_cuda or not i.numel() or 0 <= int(i.min()) <= int(i.max()) < x.shape[axis]
             return x.index_select(axis, i)
 
         return self._add("Gather", [a, indices], run)
@@ -284,7 +287,7 @@ class Network:
         _, tensors, attributes, aliases = call
         spec = PluginSpec.from_json(attributes["spec"])
         layer = self._add("PluginV3", tensors, _run_plugin, len(aliases))
-        layer.aliases, layer.spec = aliases, spec
+        layer.aliases, layer.spec, layer.launch = aliases, spec, self.module.launch_plugin
         return layer
 
 
@@ -295,6 +298,8 @@ def _run_plugin(layer, *values):
     named = dict(zip(operator.tensors, values, strict=True))
     if layer.inferring:
         return (named[operator.like], *(named[name] for name in (*operator.parts, tensorrt_ops.ERROR_FLAG)))
+    if layer.launch is not None:
+        return layer.launch(spec, values)
     types = [str(value.dtype).removeprefix("torch.") for value in values]
     assert types == list(tensorrt_ops.tensor_types(spec).values())
     parts = {name: named[name].clone() for name in operator.parts}
@@ -374,6 +379,12 @@ class Engine:
         self.num_layers = len(network.layers)
         self.device_memory_size_v2 = 4096
         self.contexts = []
+        constants = [layer for layer in network.layers if layer.kind == "Constant"]
+        self.constants = {layer.get_output(0): self._resident(layer.run([])[0]) for layer in constants}
+
+    def _resident(self, value):
+        move = self.module.device
+        return Fp4(value.values.to(move)) if isinstance(value, Fp4) else value.to(move)
 
     def get_tensor_name(self, index):
         return list(self.tensors)[index]
@@ -481,16 +492,18 @@ class Context:
         if "leak" in faults:
             self.engine.module.leaked += 1 << 20
         self.runs += 1
-        values = {}
+        values, device = dict(self.engine.constants), self.engine.module.device
         for name, tensor in network.inputs.items():
             shape = self.shapes.get(name, tensor.shape)
             dtype = TORCH_TYPES[tensor.dtype]
-            memory = _at(self.addresses[name], prod(shape) * dtype.itemsize)
+            memory = _at(self.addresses[name], prod(shape) * dtype.itemsize, device)
             values[tensor] = memory.view(dtype).view(shape)
         if "rows" in faults and "window_starts" in network.inputs:
             starts = values[network.inputs["window_starts"]] = values[network.inputs["window_starts"]].clone()
             starts[-1] = starts[0]
         for layer in network.layers:
+            if layer.kind == "Constant":
+                continue
             results = layer.run([values[tensor] for tensor in layer.inputs])
             values.update((layer.get_output(index), result) for index, result in enumerate(results))
         for tensor in network.outputs:
@@ -500,7 +513,8 @@ class Context:
                     continue
                 if "drift" in faults and tensor.name.endswith(".checkpoint.out"):
                     value = value * 0.999
-            _at(self.addresses[tensor.name], value.nbytes).copy_(value.flatten().view(torch.uint8))
+            if value.data_ptr() != self.addresses[tensor.name]:
+                _at(self.addresses[tensor.name], value.nbytes, device).copy_(value.flatten().view(torch.uint8))
         return True
 
 
@@ -556,10 +570,15 @@ def _binary_operations():
 
 
 def make_module(name: str = "tensorrt", version: str = "11.4.0") -> types.ModuleType:
-    """A fresh module. plans: what was built, by bytes. faults: a set of FAULTS. engines: what was deserialized."""
+    """A fresh module. plans: what was built, by bytes. faults: a set of FAULTS. engines: what was deserialized.
+
+    device: where plans run. launch_plugin: runs a plugin of (spec, inputs) and returns its outputs, for a GPU; None
+    computes it with the reference.
+    """
     module = types.ModuleType(name)
     module.__version__, module.__path__, module.__spec__ = version, [], ModuleSpec(name, None)
     module.plans, module.faults, module.engines, module.leaked = {}, set(), [], 0
+    module.device, module.launch_plugin = "cpu", None
 
     class Logger:
         ERROR, INTERNAL_ERROR, WARNING = "error", "internal error", "warning"
