@@ -1,7 +1,7 @@
 #!/bin/bash
 # GPU tests, memory checks and kernel benchmarks on a machine that has only this checkout and a Python with torch.
 #
-#     OUT=folder tests/gpu/on_device.sh [tests] [memcheck] [racecheck] [bench]
+#     OUT=folder tests/gpu/on_device.sh [tests] [plans] [memcheck] [racecheck] [bench]
 #
 # Every part has its own time limit and log in $OUT, so that one failure hides nothing.
 set -u
@@ -33,6 +33,12 @@ for wanted in "$@"; do
         PYTHONPATH="$PYTHONPATH:tests/gpu" part tests "${LIMIT:-110}" python3 -m pytest tests/plugins/test_kernels_gpu.py \
             -v --tb=short -p no:cacheprovider -p instant_report ${PYTEST:-}
         grep -E "FAILED|ERROR|passed|failed" "$OUT/tests.log" | tail -n 40
+        ;;
+    plans) # the plugins' PTX as aot_impl returns it, and the runtime for plans around it
+        PYTHONPATH="$PYTHONPATH:tests/gpu" part plans "${LIMIT:-110}" python3 -m pytest \
+            tests/plugins/test_tensorrt_ops_gpu.py tests/runtime/test_plans_gpu.py \
+            -v --tb=short -p no:cacheprovider -p instant_report ${PYTEST:-}
+        grep -E "FAILED|ERROR|passed|failed" "$OUT/plans.log" | tail -n 40
         ;;
     memcheck | racecheck | initcheck) memory_tool "$wanted" ;;
     bench)
