@@ -80,6 +80,9 @@ class BuildOptions:
     u_format: str | None = None
     serial_exact: bool = False
     alias: str = "declared"
+    state_rounding: str = "nearest"
+    rounding_seed: int = 0
+    u_source: str = "readout"
 
     def limits(self, config: ModelConfig) -> Limits:
         max_seq_len = self.max_seq_len
@@ -108,6 +111,9 @@ class BuildOptions:
             activation_dtype=dtype,
             u_format=u_format,
             serial_exact=self.serial_exact,
+            state_rounding=self.state_rounding,
+            rounding_seed=self.rounding_seed,
+            u_source=self.u_source,
         )
 
 
@@ -182,6 +188,12 @@ def _is_own_engine(directory: Path) -> bool:
 
 def _check_states(networks: Iterable[Network], replay: ReplaySettings, target: str) -> None:
     """Settings that the operators or a layer's state refuse must fail here, not at the first token."""
+    networks = list(networks)
+    kinds = {state.geometry.kind for network in networks for state in network.states.values()}
+    if replay.u_source != "readout" and "gdn" not in kinds:
+        raise ValueError(
+            f"u_source {replay.u_source!r} is for Gated DeltaNet layers, and this model has none: leave it at 'readout'"
+        )
     for network in networks:
         for state in network.states.values():
             allocate_state(state.geometry, replay, 1, "meta")

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from replayssm.plugins.contract import (
     AttentionGeometry,
     ConvGeometry,
+    GdnGeometry,
     Geometry,
     RecurrentGeometry,
     ReplaySettings,
+    checkpoint_parts,
     readout_parts,
     state_parts,
 )
@@ -26,8 +28,9 @@ from replayssm.plugins.contract import (
 class SlotBytes:
     """Bytes of one sequence over all layers. `kv_per_token` counts attention caches per held token.
 
-    state: checkpoints.  readout: low-precision copies.  ring: R rows of every SSM ring.  conv: convolution rings.
-    positions: the checkpoint positions.  snapshots: what the baseline keeps for a verify window.
+    state: checkpoints with their scales.  readout: low-precision copies with theirs.  ring: R rows of every SSM ring.
+    conv: convolution rings.  positions: the checkpoint positions.  snapshots: what the baseline keeps for a verify
+    window.
     """
 
     state: int
@@ -73,7 +76,7 @@ def slot_bytes(geometries: Iterable[Geometry], settings: ReplaySettings) -> Slot
     return SlotBytes(**sums, kv_per_token=kv_per_token)
 
 
-_PART_GROUPS = {"checkpoint": "state", "checkpoint_position": "positions"}
+_PART_GROUPS = {"checkpoint": "state", "checkpoint_scale": "state", "checkpoint_position": "positions"}
 
 
 def traffic_per_token(
@@ -103,7 +106,7 @@ def traffic_per_token(
             plain, replay = plain + decode, replay + decode
             snapshot, speculation = snapshot + verify, speculation + verify
             continue
-        state = state_parts(geometry, settings)[0].nbytes
+        state = _state_bytes(geometry, settings)
         plain += 2 * state
         snapshot += (1 + window) * state / acceptance_length
         replay += _replay_layer(geometry, settings, 1, 1.0)
@@ -115,17 +118,24 @@ def _replay_layer(geometry: RecurrentGeometry, settings: ReplaySettings, window:
     """Bytes per token of one layer over a whole flush cycle of windows that each yield `accepted` tokens.
 
     Call k of a cycle finds a history of k * accepted tokens; the first call after the history plus window exceeds L
-    folds it, which reads the history and writes the state, and then sees an empty history.
+    folds it: it reads the history and the checkpoint, writes the state in all its forms, and has then an empty history
+    and all it needs. Every other call reads what outputs and u are computed from.
     """
-    state = state_parts(geometry, settings)[0].nbytes
+    state = _state_bytes(geometry, settings)
     if settings.is_baseline:
         return (2 if window == 1 else 1 + window) * state / accepted
     copy = sum(part.nbytes for part in readout_parts(geometry, settings.readout_dtype))
     row = _row_bytes(geometry.ring_parts(settings))
     calls = max(1, math.floor((settings.buffer_len - window) / accepted) + 1)
     read_rows = accepted * calls * (calls + 1) / 2
-    flush = state + copy + (state if copy else 0)
-    return (calls * (copy or state) + flush + (read_rows + calls * window) * row) / (calls * accepted)
+    u_from_checkpoint = isinstance(geometry, GdnGeometry) and settings.u_source == "checkpoint"
+    read = copy + state if u_from_checkpoint else copy or state
+    fold = state + state + copy
+    return ((calls - 1) * read + fold + (read_rows + calls * window) * row) / (calls * accepted)
+
+
+def _state_bytes(geometry: RecurrentGeometry, settings: ReplaySettings) -> int:
+    return sum(part.nbytes for part in checkpoint_parts(geometry, settings))
 
 
 def _row_bytes(ring: Iterable) -> int:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from replayssm.plugins.contract import ACTIVATION_DTYPES, READOUT_DTYPES, STATE_DTYPES
+from replayssm.plugins.contract import ACTIVATION_DTYPES
+from replayssm.scripts.format_options import format_options
 
 
 @click.command()
@@ -40,14 +41,7 @@ from replayssm.plugins.contract import ACTIVATION_DTYPES, READOUT_DTYPES, STATE_
     show_default=True,
     help="L, tokens between two rewrites of the state. 0 rewrites it for every token.",
 )
-@click.option("--state-dtype", type=click.Choice(STATE_DTYPES), default="float32", show_default=True)
-@click.option(
-    "--readout-dtype",
-    type=click.Choice(READOUT_DTYPES),
-    default="same",
-    show_default=True,
-    help="Copy of the state that outputs are computed from; no target of this version has one yet.",
-)
+@format_options
 @click.option(
     "--dtype",
     type=click.Choice(["auto", *ACTIVATION_DTYPES]),

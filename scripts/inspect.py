@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from replayssm.plugins.contract import READOUT_DTYPES, STATE_DTYPES, ReplaySettings
+from replayssm.plugins.contract import ReplaySettings
+from replayssm.scripts.format_options import format_options
 
 
 @click.command()
@@ -19,8 +20,7 @@ from replayssm.plugins.contract import READOUT_DTYPES, STATE_DTYPES, ReplaySetti
     type=float,
     help="Mean tokens that one verify call yields, bonus token included.  [default: half of the drafts accepted]",
 )
-@click.option("--state-dtype", type=click.Choice(STATE_DTYPES[:3]), default="float32", show_default=True)
-@click.option("--readout-dtype", type=click.Choice(READOUT_DTYPES), default="same", show_default=True)
+@format_options
 @click.option(
     "--weights",
     type=click.Choice(["checkpoint", "bf16", "nvfp4", "nvfp4-w4a16", "fp8"]),
@@ -52,12 +52,11 @@ def _inspect(
     buffer_len: int,
     max_draft_len: int,
     acceptance_length: float | None,
-    state_dtype: str,
-    readout_dtype: str,
     weights: str,
     max_seq_len: int,
     memory: str,
     reserve: str,
+    **formats,
 ):
     from replayssm.builders.config import PUBLISHED, published, read_config
     from replayssm.builders.inspection import inspect_model, parse_size
@@ -75,7 +74,7 @@ def _inspect(
         raise ValueError(f"--max-draft-len must be >= 0, got {max_draft_len}")
     return inspect_model(
         published(model) if known else read_config(model),
-        ReplaySettings(buffer_len, 1 + max_draft_len, max_seq_len, state_dtype, readout_dtype),
+        ReplaySettings(buffer_len, 1 + max_draft_len, max_seq_len, **formats),
         name=PUBLISHED.get(model, model),
         weights=weights,
         acceptance_length=acceptance_length,

@@ -24,10 +24,12 @@ def simulate(state: int, copy: int, row: int, buffer_len: int, window: int, acce
     history = moved = tokens = flushes = 0
     while flushes < 1000:
         if history > 0 and history + window > buffer_len:
-            moved += history * row + state + copy  # fold: history rows in; checkpoint and copy out
-            moved += state if copy else 0  # the flush reads the checkpoint beside the copy
+            moved += history * row + state  # fold: history rows and checkpoint in
+            moved += state + copy  # checkpoint and copy out
             history, flushes = 0, flushes + 1
-        moved += (copy or state) + history * row + window * row
+        else:
+            moved += copy or state
+        moved += history * row + window * row
         history += accepted
         tokens += accepted
     return moved / tokens
@@ -78,6 +80,30 @@ def test_slot_bytes_of_published_nano_layer() -> None:
     assert (baseline.ring, baseline.snapshots) == (0, 5 * 3_932_160)
     copy = slot_bytes(geometries, ReplaySettings(readout_dtype="nvfp4")).readout
     assert copy == 96 * 80 * 128 * 9 // 16 + 96 * 2 * 4
+    elements = 96 * 80 * 128
+    small = slot_bytes(geometries, ReplaySettings(state_dtype="float8", readout_dtype="nvfp4"))
+    assert (small.state, small.readout) == (elements + 96 * 80, copy)
+    copied = slot_bytes(geometries, ReplaySettings(state_dtype="float16", readout_dtype="float8"))
+    assert (copied.state, copied.readout) == (2 * elements, elements + 96 * 80)
+    snapshots = slot_bytes(geometries, ReplaySettings(buffer_len=0, max_window=3, state_dtype="float8"))
+    assert (snapshots.state, snapshots.snapshots) == (elements + 96 * 80, 3 * (elements + 96 * 80))
+
+
+def test_traffic_of_every_way_to_read_a_state() -> None:
+    """One Qwen3.5-4B layer, L = 16, worked by hand: 15 of 16 calls read the readout and, if u reads the checkpoint,
+    that too; the other one, which folds, reads and writes the checkpoint and writes the readout."""
+    elements, rows = 32 * 128 * 128, 32 * 128
+    ring = (136 + 16) * GDN_ROW
+    nvfp4, half = elements * 9 // 16 + 32 * 4 * 4, 2 * elements
+    for settings, moved in (
+        ({"state_dtype": "float16"}, 17 * half),
+        ({"state_dtype": "float8"}, 17 * (elements + rows)),
+        ({"state_dtype": "float16", "readout_dtype": "nvfp4"}, 16 * nvfp4 + 2 * half),
+        ({"state_dtype": "float16", "readout_dtype": "nvfp4", "u_source": "checkpoint"}, 16 * nvfp4 + 17 * half),
+        ({"state_dtype": "float8", "readout_dtype": "nvfp4"}, 16 * nvfp4 + 2 * (elements + rows)),
+    ):
+        traffic = traffic_per_token([QWEN], ReplaySettings(buffer_len=16, **settings), 0, 1.0)
+        assert traffic.replay == (moved + ring) / 16, settings
 
 
 @pytest.mark.parametrize("acceptance", [0.5, 5.5])

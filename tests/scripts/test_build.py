@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -27,6 +28,40 @@ def test_options_reach_the_engine(tiny_checkpoint, tmp_path):
     assert (manifest.limits.max_batch_size, manifest.limits.max_seq_len, manifest.limits.max_draft_len) == (3, 100, 2)
     replay = manifest.replay
     assert (replay.buffer_len, replay.state_dtype, replay.activation_dtype) == (5, "float16", "float32")
+
+
+def test_state_formats_reach_the_engine(tmp_path):
+    """The formats of the example model in the engine's manifest; its state is as large as they say."""
+    example = Path(__file__).resolve().parents[2] / "examples" / "qwen3.5-tiny"
+    result = build(
+        *("--checkpoint", example, "--output", tmp_path / "engine", "--max-batch-size", 1, "--max-seq-len", 32),
+        *("--state-dtype", "float8", "--state-rounding", "stochastic", "--rounding-seed", 7),
+        *("--readout-dtype", "nvfp4", "--u-source", "checkpoint"),
+    )
+    assert (result.exit_code, result.stderr) == (0, "")
+    replay = read_manifest(tmp_path / "engine").replay
+    assert (replay.state_dtype, replay.state_rounding, replay.rounding_seed) == ("float8", "stochastic", 7)
+    assert (replay.readout_dtype, replay.u_source) == ("nvfp4", "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--state-rounding", "stochastic"), "state_dtype float32 keeps what the flush computes"),
+        (("--state-dtype", "float8", "--readout-dtype", "float8"), "reads as many bytes and costs memory"),
+        (("--rounding-seed", "3"), "rounding_seed changes nothing unless state_rounding is 'stochastic'"),
+        (("--u-source", "checkpoint"), "without a readout copy everything reads the checkpoint"),
+        (("--buffer-len", "0", "--readout-dtype", "float8"), "a readout copy would be rewritten too"),
+        (("--readout-dtype", "float8", "--u-source", "checkpoint"), "is for Gated DeltaNet layers"),
+        (("--readout-dtype", "nvfp4"), "needs state columns in multiples of 32, got 16"),
+    ],
+)
+def test_formats_that_make_no_sense_are_refused(tiny_checkpoint, tmp_path, options, message):
+    result = build("--checkpoint", tiny_checkpoint("nano"), "--output", tmp_path / "engine", *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tensorrt_llm_spellings(tiny_checkpoint, tmp_path):

@@ -1,0 +1,50 @@
+"""Options that choose how recurrent state is kept, alike in every command that takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import click
+
+from replayssm.plugins.contract import READOUT_DTYPES, ROUNDINGS, STATE_DTYPES, U_SOURCES
+
+FORMAT_OPTIONS = (
+    click.option(
+        "--state-dtype",
+        type=click.Choice(STATE_DTYPES),
+        default="float32",
+        show_default=True,
+        help="Checkpoint of the state, which updates start from. float8 is e4m3 with a scale per row.",
+    ),
+    click.option(
+        "--state-rounding",
+        type=click.Choice(ROUNDINGS),
+        default="nearest",
+        show_default=True,
+        help="How a checkpoint of 16 or 8 bits is rounded. stochastic has no bias, so errors do not add up.",
+    ),
+    click.option(
+        "--readout-dtype",
+        type=click.Choice(READOUT_DTYPES),
+        default="same",
+        show_default=True,
+        help="Copy of the state that outputs read; same reads the checkpoint itself.",
+    ),
+    click.option(
+        "--u-source",
+        type=click.Choice(U_SOURCES),
+        default="readout",
+        show_default=True,
+        help="What a Gated DeltaNet token's update reads; checkpoint reads both states for every token.",
+    ),
+    click.option(
+        "--rounding-seed", type=int, default=0, show_default=True, help="Key of the random bits of stochastic rounding."
+    ),
+)
+
+
+def format_options(command: Callable) -> Callable:
+    """Add them, in this order, under the names of `ReplaySettings`."""
+    for option in reversed(FORMAT_OPTIONS):
+        command = option(command)
+    return command
