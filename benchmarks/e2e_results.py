@@ -12,7 +12,7 @@ import torch
 from e2e_model import Model
 from harness import RESULTS, ceilings, environment
 
-from replayssm.plugins.contract import READOUT_DTYPES, STATE_DTYPES, ReplaySettings
+from replayssm.plugins.contract import READOUT_DTYPES, ROUNDINGS, STATE_DTYPES, ReplaySettings
 
 MATMUL_TFLOPS_SIZE = 8192
 CEILING_BYTES = 1 << 30
@@ -29,6 +29,7 @@ def add_common_options(parser: argparse.ArgumentParser, batch_sizes: list[int], 
     add("--repeats", type=int, default=4, help="turns of each variant; default 4")
     add("--buffer-len", type=int, default=16, help="L; default 16")
     add("--state-dtype", "--mamba-ssm-cache-dtype", choices=STATE_DTYPES, default="float32")
+    add("--state-rounding", choices=ROUNDINGS, default="nearest")
     add("--readout-dtype", choices=READOUT_DTYPES, default="same")
     add("--target", choices=["torch"], default="torch", help="what runs the network")
     add("--device", default="cuda")
@@ -81,6 +82,7 @@ def model_fields(model: Model, settings: ReplaySettings, batch: int, options: ar
         "batch": batch,
         "window": settings.max_window,
         "state_dtype": settings.state_dtype,
+        "state_rounding": settings.state_rounding,
         "readout_dtype": settings.readout_dtype,
         "L": settings.buffer_len,
         "target": options.target,

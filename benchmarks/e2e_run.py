@@ -73,6 +73,8 @@ class Run:
 
     def _prefill(self, prompts: Sequence[Sequence[int]]) -> None:
         length = len(prompts[0])
+        if length <= self.window:
+            raise ValueError(f"prompts must be longer than a window of {self.window} tokens, got {length} tokens")
         together = max(1, PREFILL_TOKENS // length)
         rows = [Row(self.session.allocate(), prompt, "none") for prompt in prompts]
         for start in range(0, len(rows), together):
@@ -95,8 +97,8 @@ class Run:
         return self.graph.logits.clone()
 
     def desynchronise(self, vocab_size: int, period: int) -> None:
-        """Row b takes b mod `period` steps, so that the rows' rings fill up and flush at different steps."""
-        phase = torch.arange(self.batch) % period
+        """Row b takes 1 + b mod `period` steps, so that the rows' rings fill up and flush at different steps."""
+        phase = 1 + torch.arange(self.batch) % period
         windows = torch.randint(
             vocab_size, (period, self.batch * self.window), generator=torch.Generator().manual_seed(1)
         )

@@ -1,0 +1,78 @@
+"""The end-to-end figures of docs/results.md, most important first, in one process and a limited time.
+
+    python benchmarks/e2e_suite.py --seconds 300
+
+What does not fit the time or the memory, or has no kernel, is said and left out. Every figure is what its own script
+gives with the options printed before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+import traceback
+
+import e2e_decode_speedup as decode
+import e2e_spec_decode_throughput as speculation
+import torch
+from e2e_model import Model, load_model
+from e2e_results import E2eResults, device_of
+from e2e_run import free_memory
+
+LOW = "--also float16:nvfp4:stochastic"
+PLAN = (
+    (decode, "--model nano4b --batch-size 256 --num-steps 256"),
+    (decode, "--model qwen4b --batch-size 256 --num-steps 256"),
+    (speculation, "--model qwen4b --batch-size 256 --num-steps 64 --repeats 2"),
+    (decode, f"--model nano4b --batch-size 256 --num-steps 64 {LOW}"),
+    (speculation, "--model nano4b --batch-size 256 --num-steps 64 --repeats 2"),
+    (decode, f"--model qwen4b --batch-size 256 --num-steps 64 {LOW}"),
+    (decode, "--model nano4b --batch-size 512 --num-steps 64"),
+    (decode, "--model qwen4b --batch-size 512 --num-steps 64"),
+    (decode, "--model nano4b --batch-size 128 --num-steps 64"),
+    (decode, "--model qwen4b --batch-size 128 --num-steps 64"),
+    (decode, "--model nano4b --batch-size 32 --batch-size 1 --num-steps 64"),
+    (decode, "--model qwen4b --batch-size 32 --batch-size 1 --num-steps 64"),
+)
+"""(script, options). Each is expected to take some ten to twenty seconds on an H200."""
+
+
+def run_one(script, text: str, common: list[str], models: dict[str, Model]) -> None:
+    options = script.parse([*shlex.split(text), *common])
+    device = device_of(options)
+    if options.model not in models:
+        models.clear()
+        free_memory(device)
+        models[options.model] = load_model(
+            options.model, device, random_weights=options.random_weights, layers=options.layers
+        )
+    results = E2eResults(script.BENCHMARK, options)
+    for batch in options.batch_size:
+        script.measure(models[options.model], batch, options, results)
+
+
+def main(arguments: list[str] | None = None, plan=PLAN) -> int:
+    """Returns the number of figures that failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600, help="start no figure after this time; default 600")
+    limit, common = parser.parse_known_args(arguments)
+    begin, failed, models = time.perf_counter(), 0, {}
+    for script, text in plan:
+        spent = time.perf_counter() - begin
+        print(f"-- {spent:.0f} s: {script.BENCHMARK} {text}", flush=True)
+        if spent > limit.seconds:
+            print("   left out: no time", flush=True)
+            continue
+        try:
+            run_one(script, text, common, models)
+        except (RuntimeError, ValueError, torch.cuda.OutOfMemoryError) as error:
+            failed += 1
+            traceback.print_exc(limit=-3)
+            print(f"   failed: {str(error)[:300]}", flush=True)
+            free_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return failed
+
+
+if __name__ == "__main__":
+    raise SystemExit(min(main(), 1))

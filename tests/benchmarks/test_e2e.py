@@ -1,0 +1,160 @@
+"""The end-to-end benchmarks on the CPU: the same code but for events and kernel records, and what their lines say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import e2e_decode_speedup as decode
+import e2e_run
+import e2e_spec_decode_throughput as speculation
+import e2e_suite as suite
+from e2e_model import load_model
+
+from replayssm.builders.config import published, weight_bytes
+from replayssm.plugins.contract import ReplaySettings
+
+CPU = torch.device("cpu")
+COMMON = ["--device", "cpu", "--repeats", "1", "--warmup-steps", "0", "--num-steps", "4", "--buffer-len", "4"]
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def tiny(tiny_checkpoint) -> Path:
+    return tiny_checkpoint("nano")
+
+
+def test_decode_lines(tiny: Path, tmp_path: Path) -> None:
+    options = ["--model", str(tiny), "--batch-size", "3", "--prompt-len", "6", "--output", str(tmp_path / "out.jsonl")]
+    path = decode.main([*options, *COMMON, "--also", "float16:float8:stochastic"])
+    found = {line["variant"]: line for line in lines(path)}
+    assert list(found) == ["plain", "replay", "replay-float16-float8-stochastic"]
+    assert all(line["correct"] and not line["random_weights"] for line in found.values())
+    assert [line["L"] for line in found.values()] == [0, 4, 4]
+    assert found["plain"]["speedup"] == 1.0
+    assert found["replay"]["logits_distance"] < 0.1 < found["plain"]["logits_distance_without_context"]
+    for line in found.values():
+        assert line["tokens_per_s"] == pytest.approx(3e6 / line["median_us"], rel=1e-3)
+
+
+def test_a_variant_that_lost_its_state_is_not_correct(tiny: Path, tmp_path: Path, monkeypatch) -> None:
+    compare = decode.compare
+
+    def damaged(runs, vocab_size):
+        for state in runs["replay"].session.states.values():
+            if "ring_x" in state.tensors:
+                state["ring_x"].zero_()
+                state["checkpoint"].zero_()
+        return compare(runs, vocab_size)
+
+    monkeypatch.setattr(decode, "compare", damaged)
+    options = ["--model", str(tiny), "--batch-size", "2", "--prompt-len", "6", "--output", str(tmp_path / "out.jsonl")]
+    assert [line["correct"] for line in lines(decode.main([*options, *COMMON]))] == [True, False]
+
+
+def test_speculation_lines(tiny: Path, tmp_path: Path) -> None:
+    options = ["--model", str(tiny), "--batch-size", "2", "--prompt-len", "6", "--output", str(tmp_path / "out.jsonl")]
+    options += ["--draft-len", "3", "--acceptance", "0.5", "--random-weights"]
+    found = {line["variant"]: line for line in lines(speculation.main([*options, *COMMON]))}
+    assert set(found) == set(speculation.VARIANTS)
+    assert all(line["correct"] and line["random_weights"] for line in found.values())
+    assert [found[name]["window"] for name in speculation.VARIANTS] == [1, 1, 4, 4]
+    assert found["snapshots"]["acceptance_length"] == found["replay-speculation"]["acceptance_length"] > 1
+    line = found["replay-speculation"]
+    assert line["tokens_per_s"] == pytest.approx(2e6 * line["acceptance_length"] / line["median_us"], rel=1e-3)
+    with pytest.raises(ValueError, match="prompts must be longer than a window of 4"):
+        speculation.main([*options, *COMMON, "--prompt-len", "4"])
+
+
+def test_forced_acceptance_has_the_stated_probability() -> None:
+    options = speculation.parse(["--model", "nano4b", "--acceptance", "0.75", "--draft-len", "4"])
+    accepted = speculation.accepted_tokens(2000, 50, options).float()
+    assert accepted.min() == 1
+    assert accepted.max() == 5
+    # 1 + p + p^2 + p^3 + p^4; the mean of 100,000 draws has a standard error below 0.01.
+    assert abs(accepted.mean() - sum(0.75**i for i in range(5))) < 0.03
+
+
+def test_rows_start_at_different_fill_levels(tiny: Path) -> None:
+    settings = ReplaySettings(buffer_len=8, max_window=1, max_seq_len=64)
+    model = load_model(str(tiny), CPU)
+    run = e2e_run.Run(model, settings, [[5, 6, 7]] * 10, CPU)
+    run.desynchronise(model.vocab_size, 8)
+    assert run.graph.device_inputs["seq_lens"].tolist() == [4 + row % 8 for row in range(10)]
+    states = [state for state in run.session.states.values() if "checkpoint_position" in state.tensors]
+    assert len(set((4 + torch.arange(10) % 8 - states[0]["checkpoint_position"][:, 0, 0]).tolist())) == 8
+    flushes = []
+    for _ in range(8):
+        before = states[0]["checkpoint_position"][:, 0, 0].clone()
+        run.step()
+        flushes.append(int((states[0]["checkpoint_position"][:, 0, 0] != before).sum()))
+    run.check()
+    assert sum(flushes) == 10, "in one cycle of L steps every row flushes once"
+    assert max(flushes) <= 2
+
+
+def test_published_names_get_random_weights_of_their_shape() -> None:
+    model = load_model("qwen4b", CPU, layers=1)
+    assert (model.name, model.random, model.layers_run, model.layers_total) == ("qwen4b", True, 1, 32)
+    name = next(name for name in model.weights if name.endswith("in_proj_a.weight"))
+    assert torch.equal(model.weights[name], model.weights[name]), "a weight is the same whenever it is made"
+    assert 0.5 < float(model.weights[name].float().std()) * 2560**0.5 < 2
+    with pytest.raises(ValueError, match="neither a directory nor a published model"):
+        load_model("nowhere", CPU)
+
+
+@pytest.mark.parametrize("name", ["nano4b", "qwen4b"])
+def test_bytes_that_a_step_reads(name: str) -> None:
+    """All weights but an embedding that is no output head; two operations per element of the products."""
+    model, config = load_model(name, CPU), published(name)
+    total = weight_bytes(config, mtp=False)["total"]
+    table = 2 * config.vocab_size * config.hidden_size
+    expected = total if config.tie_word_embeddings else total - table
+    # Norms and other vectors are kept in fp32 by the engine, in bf16 on disk.
+    assert expected <= model.step_weight_bytes < 1.001 * expected
+    assert 2 * model.product_elements < model.step_weight_bytes < 2.01 * model.product_elements
+
+
+def test_kernel_records_are_split_by_class_and_launch() -> None:
+    def kernel(name: str, begin: float, length: float, launch: int) -> dict:
+        return {"cat": "kernel", "name": name, "ts": begin, "dur": length, "args": {"correlation": launch}}
+
+    events = [
+        kernel("mamba2_window", 0, 5, 1),
+        kernel("nvjet_tst_128", 6, 2, 1),
+        kernel("rms_norm", 8, 1, 1),
+        kernel("mamba2_window", 500, 7, 2),
+        kernel("some_sort", 510, 2, 2),
+        {"cat": "cpu_op", "name": "gemm", "ts": 0, "dur": 100},
+    ]
+    split = e2e_run.kernel_split(events, 2)
+    assert split.classes == {"ssm": 6.0, "matmul": 1.0, "elementwise": 0.5, "other": 1.0}
+    assert (split.rest_us, split.gap_us, split.largest_gap_us) == (2.5, 2.0, 3.0)
+    with pytest.raises(RuntimeError, match="recorded no kernels"):
+        e2e_run.kernel_split([], 1)
+
+
+def test_suite_goes_on_after_a_failure(tiny: Path, tmp_path: Path, capsys) -> None:
+    plan = [
+        (decode, f"--model {tiny} --batch-size 1 --prompt-len 1"),
+        (decode, f"--model {tiny} --batch-size 1 --prompt-len 4"),
+    ]
+    output = tmp_path / "out.jsonl"
+    assert suite.main(["--output", str(output), *COMMON], plan) == 1
+    assert len(lines(output)) == 2
+    assert suite.main(["--seconds", "-1", "--output", str(output), *COMMON], plan) == 0
+    assert "left out: no time" in capsys.readouterr().out
+
+
+def test_suite_options_are_those_of_the_scripts() -> None:
+    for script, text in suite.PLAN:
+        options = script.parse(text.split())
+        assert options.model in ("nano4b", "qwen4b")
