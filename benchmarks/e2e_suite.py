@@ -22,18 +22,16 @@ from e2e_run import free_memory
 
 LOW = "--also float16:nvfp4:stochastic"
 PLAN = (
-    (decode, "--model nano4b --batch-size 256 --num-steps 256"),
-    (decode, "--model qwen4b --batch-size 256 --num-steps 256"),
-    (speculation, "--model qwen4b --batch-size 256 --num-steps 64 --repeats 2"),
-    (decode, f"--model nano4b --batch-size 256 --num-steps 64 {LOW}"),
-    (speculation, "--model nano4b --batch-size 256 --num-steps 64 --repeats 2"),
-    (decode, f"--model qwen4b --batch-size 256 --num-steps 64 {LOW}"),
-    (decode, "--model nano4b --batch-size 512 --num-steps 64"),
-    (decode, "--model qwen4b --batch-size 512 --num-steps 64"),
-    (decode, "--model nano4b --batch-size 128 --num-steps 64"),
-    (decode, "--model qwen4b --batch-size 128 --num-steps 64"),
-    (decode, "--model nano4b --batch-size 32 --batch-size 1 --num-steps 64"),
-    (decode, "--model qwen4b --batch-size 32 --batch-size 1 --num-steps 64"),
+    (decode, "--model nano4b --batch-size 256 --num-steps 256 --warmup-steps 32"),
+    (decode, "--model qwen4b --batch-size 256 --num-steps 256 --warmup-steps 32"),
+    (speculation, "--model qwen4b --batch-size 256 --num-steps 48 --warmup-steps 16 --repeats 1"),
+    (decode, f"--model nano4b --batch-size 256 --num-steps 64 --warmup-steps 16 {LOW}"),
+    (speculation, "--model nano4b --batch-size 256 --num-steps 48 --warmup-steps 16 --repeats 1"),
+    (decode, f"--model qwen4b --batch-size 256 --num-steps 64 --warmup-steps 16 {LOW}"),
+    (decode, "--model qwen4b --batch-size 512 --num-steps 64 --warmup-steps 16"),
+    (decode, "--model qwen4b --batch-size 128 --batch-size 32 --batch-size 1 --num-steps 64 --warmup-steps 16"),
+    (decode, "--model nano4b --batch-size 512 --num-steps 64 --warmup-steps 16"),
+    (decode, "--model nano4b --batch-size 128 --batch-size 32 --batch-size 1 --num-steps 64 --warmup-steps 16"),
 )
 """(script, options). Each is expected to take some ten to twenty seconds on an H200."""
 
