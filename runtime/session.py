@@ -68,12 +68,12 @@ class Session:
 
             cuda_ops.register()
         flag = torch.zeros(1, dtype=torch.int32, device=self.device)
-        graphs = self.device.type == "cuda" and not engine.has_plans if graphs is None else graphs
+        graphs = self.device.type == "cuda" if graphs is None else graphs
         # A plan's kernels are compiled for all slots.
         state_slots = limit if engine.has_plans else self.slots
         try:
             make_executor = executor_maker(engine, self.device)
-            # The draft head's rows bring hidden states and are not captured here; plans capture their own graphs.
+            # The draft head's rows bring hidden states and are not captured.
             self._programs = {
                 name: Program(network, engine, state_slots, flag, make_executor, graphs and name == "main")
                 for name, network in engine.networks.items()
