@@ -56,6 +56,6 @@ def export_trtllm(checkpoint: Path, output: Path, memory: str, **options) -> Non
         f"\nState moved per decoded token of a sequence: {traffic.plain:,.0f} bytes without replay, "
         f"{traffic.replay:,.0f} with it ({traffic.plain / traffic.replay:.2f} times less).\n"
         f"A step at batch {options['max_batch_size']} with {options['max_seq_len'] // 2:,} tokens a sequence moves "
-        f"{step.plain / 2**30:.1f} GiB, {step.replay / 2**30:.1f} GiB with replay: at most {step.speedup:.2f} times "
+        f"{step.plain / 2**30:.2f} GiB, {step.replay / 2**30:.2f} GiB with replay: at most {step.speedup:.2f} times "
         f"faster (an estimate from sizes alone).\nRings take {made.ring_bytes / 2**30:.2f} GiB of each GPU."
     )

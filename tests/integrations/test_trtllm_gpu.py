@@ -59,7 +59,7 @@ def test_eager(trtllm, cuda_pair, kind, manager, pool_dtype):
             served.finish(3)
         worst = max(worst, difference(served.step(contexts, decodes, 0 if contexts else step % 3)))
     assert worst < TOLERANCE
-    assert served.kernel_calls == 0 or kind == "mamba2"
+    assert served.kernel_calls == 0
     assert errors_of(served) == 0
     assert any("active for 2 recurrent layers" in line for line in trtllm.lines("info"))
 
@@ -106,15 +106,15 @@ def test_rings_that_do_not_fit(trtllm, cuda_pair, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1000, 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 0)
-    assert difference(served.step([(1, 5)])) == 0
-    assert difference(served.step((), [1])) == 0
+    assert difference(served.step([(1, 5)])) < TOLERANCE
+    assert difference(served.step((), [1])) < TOLERANCE
     (line,) = [line for line in trtllm.lines("warning") if "ReplaySSM" in line]
     assert "lower kv_cache_config.free_gpu_memory_fraction or max_batch_size" in line
 
 
 def test_sizes_without_a_kernel(trtllm, cuda_pair):
     served = cuda_pair("mamba2", rows=12)
-    assert difference(served.step([(1, 5)])) == 0
-    assert difference(served.step((), [1])) == 0
+    assert difference(served.step([(1, 5)])) < TOLERANCE
+    assert difference(served.step((), [1])) < TOLERANCE
     (line,) = [line for line in trtllm.lines("warning") if "ReplaySSM" in line]
     assert "no kernel for this model on this GPU" in line

@@ -276,6 +276,37 @@ def test_operator_that_fails_its_trial(trtllm, pair, monkeypatch):
     assert_untouched(trtllm, served, "trial of layer 0's decode operator failed: no such kernel")
 
 
+@pytest.fixture
+def on_cuda(trtllm, pair, monkeypatch):
+    """The checks of a GPU, asked on a machine that may have none: (their owner, RefusedError)."""
+    served = pair()
+    module = sys.modules["replayssm_trtllm.model"]
+    monkeypatch.setattr(module, "device_arch", lambda device: 90)
+    layer = served.ours.model.model[0]._stp_ssu_func.__self__
+    settings = sys.modules["replayssm_trtllm.settings"]
+    return module.ReplayModel([layer], settings.Settings()), layer, settings.RefusedError
+
+
+def test_rings_that_do_not_fit(on_cuda, monkeypatch):
+    replay, _, refused = on_cuda
+    for name, value in (("memory_reserved", 900), ("memory_allocated", 400), ("mem_get_info", (500, 5000))):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    # 500 bytes are free and 500 more are torch's own; rings may take 90 % of both.
+    replay._require_memory(900, 4, torch.device("cuda"))
+    with pytest.raises(refused, match=r"the rings of 4 slots need .* free_gpu_memory_fraction or max_batch_size"):
+        replay._require_memory(901, 4, torch.device("cuda"))
+
+
+def test_sizes_without_a_kernel(on_cuda):
+    replay, layer, refused = on_cuda
+    settings = replay._replay_settings(layer, torch.zeros(1, 4, 8, 16))
+    with pytest.raises(refused, match="no kernel for this model on this GPU: .*activations are float32"):
+        replay._require_kernels({layer: None}, settings, torch.device("cuda"))
+    layer.mixer.conv1d.bfloat16()
+    settings = replay._replay_settings(layer, torch.zeros(1, 4, 8, 16))
+    replay._require_kernels({layer: None}, settings, torch.device("cuda"))
+
+
 def test_pool_that_the_kernels_cannot_address(trtllm, pair):
     served = pair()
     for executor in (served.ours, served.theirs):

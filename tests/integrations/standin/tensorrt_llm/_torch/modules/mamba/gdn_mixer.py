@@ -49,8 +49,9 @@ class Qwen3NextGatedDeltaNet(nn.Module):
         cache = attn_metadata.kv_cache_manager.mamba_layer_cache(self.layer_idx)
         conv_states, ssm_states = cache.conv, cache.temporal
         state_indices_p, state_indices_d = torch.split(state_indices, [prefills, decodes])
-        fresh = state_indices_p[~has_initial[:prefills]].long()
-        ssm_states[fresh], conv_states[fresh] = 0, 0
+        if prefills:  # the mask makes the host wait, which a capture forbids
+            fresh = state_indices_p[~has_initial[:prefills]].long()
+            ssm_states[fresh], conv_states[fresh] = 0, 0
         options = {
             "mixed_qkv": mixed_qkv,
             "a": a,
