@@ -5,7 +5,8 @@
 Starts `replayssm serve ENGINE` on a free loopback port. Each client asks greedy questions one after another; a third
 of the streams is closed half way, some calls are not streamed. An answer must equal the one that the same server gave
 before the load, when it was idle; build the engine with --dtype float64, where batching does not move near ties. At
-the end nothing may wait or run, all slots are free, and the memory of the process is reported over time.
+the end nothing may wait or run, all slots are free, and the process holds at most MEMORY_GROWTH more than after the
+first quarter of the time. One line of result per run goes to benchmarks/results with --output.
 """
 
 from __future__ import annotations
@@ -30,10 +31,15 @@ import httpx
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench_build_memory import _commit  # noqa: E402
+
 from examples import tasks  # noqa: E402
 
 COMMAND = [sys.executable, "-c", "from replayssm.scripts.cli import main; main()", "serve"]
 START_S = 60.0
+MEMORY_GROWTH = 64 << 20
+"""Allocators keep some of what a burst needed; 64 MiB is a tenth of the process, and far below what a state or a
+transcript kept per call would come to in two minutes."""
 
 
 class Server:
@@ -134,6 +140,7 @@ async def load(server: Server, clients: int, seconds: float, max_tokens: int) ->
         "slots": metrics["replayssm_slots"],
         "failed_steps": metrics["replayssm_failed_steps_total"],
         "resident_mib": [round(value / 2**20) for value in memory],
+        "memory_growth_bytes": memory[-1] - memory[len(memory) // 4],
     }
 
 
@@ -143,6 +150,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--output", type=Path, help="append the result to this file as a JSON line")
     parser.add_argument("serve", nargs="*", help="further options of `replayssm serve`, behind --")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -152,8 +160,17 @@ def main() -> None:
         finally:
             server.stop()
     print(json.dumps(result, indent=2))
-    clean = result["waiting"] == result["running"] == 0 and result["free_slots"] == result["slots"]
-    if not clean or any(kind.endswith("wrong") for kind in result["calls"]):
+    clean = result["waiting"] == result["running"] == result["failed_steps"] == 0
+    clean = clean and result["free_slots"] == result["slots"] and result["memory_growth_bytes"] <= MEMORY_GROWTH
+    correct = clean and not any(kind.endswith("wrong") for kind in result["calls"])
+    if options.output is not None:
+        value = result["generated_tokens_per_s"]
+        line = {"benchmark": "serve_load", "op": "serve", "geometry": options.engine.name, "variant": "ours",
+                "value": value, "unit": "tokens/s", "serve": options.serve, **result, "gpu": None,
+                "commit": _commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()), "correct": correct}  # fmt: skip
+        with options.output.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    if not correct:
         sys.exit(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from replayssm.scripts.config_file import apply_config
 
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 MIB = 1 << 20
+CACHED_BATCH_SIZE = 256
 
 
 @click.command()
@@ -95,7 +97,7 @@ def serve(
 
     logs.set_up(log_level, log_format == "json")
     options = options if config is None else apply_config(config, options)
-    loaded = Engine.load(engine or _cached_engine(checkpoint))
+    loaded = Engine.load(engine or _cached_engine(checkpoint, options["max_batch_size"], options["max_seq_len"]))
     app = create_app(_loop(loaded, **options), _server_options(loaded, **options))
     uvicorn.run(
         app,
@@ -157,21 +159,25 @@ def _server_options(engine: Any, **options: Any) -> Any:
     )
 
 
-def _cached_engine(checkpoint: Path) -> Path:
-    """The engine of a checkpoint, built where it is missing. An interrupted build leaves nothing behind."""
+def _cached_engine(checkpoint: Path, max_batch_size: int | None, max_seq_len: int | None) -> Path:
+    """The engine of a checkpoint for these limits, built where it is missing. An interrupted build leaves nothing."""
     import hashlib
     import os
 
     from replayssm.builders.checkpoint import Checkpoint
     from replayssm.builders.engine import BuildOptions, build_engine
 
+    # Slots are made when the server starts, so a high limit costs nothing: memory decides, or --max-batch-size.
+    build = BuildOptions(max_draft_len=3, max_batch_size=max(CACHED_BATCH_SIZE, max_batch_size or 0))
+    if max_seq_len is not None:
+        build = replace(build, max_seq_len=max_seq_len)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "replayssm" / "engines"
     # The identity covers shapes and configuration; sizes and times of files say when weights changed under them.
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(checkpoint.iterdir())]
-    key = hashlib.sha256(f"{Checkpoint.open(checkpoint).identity} {stats}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{Checkpoint.open(checkpoint).identity} {stats} {build}".encode()).hexdigest()[:16]
     output = cache / f"{checkpoint.resolve().name}-{key}"
     if not output.exists():
         click.echo(f"building {output}", err=True)
         cache.mkdir(parents=True, exist_ok=True)
-        build_engine(checkpoint, output, BuildOptions(max_draft_len=3))
+        build_engine(checkpoint, output, build)
     return output

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
 
 import pytest
+import torch
 
 from replayssm.runtime.engine_loop import EngineLoop, NotServingError
 from replayssm.runtime.generation import generate
+from replayssm.runtime.logits_processor import LogitsProcessor
 from replayssm.runtime.requests import Request
 from replayssm.runtime.scheduler import QueueFullError, Scheduler, SchedulerOptions
 from replayssm.runtime.session import Session
+from replayssm.runtime.speculation import MtpDrafter
 
 WAIT_S = 30
 
@@ -141,3 +145,39 @@ def test_it_sleeps_while_idle(make_loop):
     ended.get(timeout=WAIT_S)
     time.sleep(0.05)
     assert len(calls) <= 8
+
+
+def test_nothing_is_left_of_requests(tiny_engine):
+    """Rounds of requests that end, are cancelled, preempted, drafted for and cached: once caches are full, a round
+    leaves no object and no tensor. One request is dozens of objects, so one that stayed would show."""
+    session = Session(tiny_engine("nano"), 3, prefill_chunk=8)
+    options = SchedulerOptions(time_slice=3, prefix_cache_bytes=1 << 20)
+    scheduler = Scheduler(session, MtpDrafter(session), options)
+
+    def round_of_requests():
+        for i in range(7):
+            processor = LogitsProcessor([i])
+            prompt = [i % 3, *range(20), i]
+            scheduler.submit(Request.create(session, prompt, 9, end_tokens=(), processor=processor))
+        steps = 0
+        while scheduler.step():
+            steps += 1
+            if steps % 7 == 0 and scheduler.running:
+                scheduler.cancel(scheduler.running[-1])
+        assert session.free_slots == 3
+
+    def held():
+        gc.collect()
+        objects = gc.get_objects()
+        tensors = [value for value in objects if type(value) is torch.Tensor]
+        return len(objects), sum(tensor.nbytes for tensor in tensors)
+
+    levels = []
+    for _ in range(4):
+        round_of_requests()
+        levels.append(held())
+    assert scheduler.stats.preemptions > 0
+    assert scheduler.stats.cached_tokens > 0
+    # Lists that grow and caches of the interpreter move the count by a few.
+    assert levels[-1][0] - levels[1][0] < 20
+    assert levels[-1][1] == levels[1][1]
