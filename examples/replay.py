@@ -36,6 +36,16 @@ def products(S: Tensor, vectors: Tensor) -> Tensor:
     return torch.stack([(S * vectors[:, :, i, None, None]).sum(-1) for i in range(vectors.shape[2])])
 
 
+def ring_products(keys: Tensor, values: Tensor, weights: Tensor, vectors: Tensor) -> Tensor:
+    """sum_j weights_j (key_j . vector) value_j: keys [rows, groups, L, N], values [rows, heads, L, P], weights [rows,
+    heads, L], vectors [rows, groups, N] -> [rows, heads, P]. On a GPU as sums: products of one column are slow there.
+    """
+    on_cpu = keys.device.type == "cpu"
+    scores = (keys @ vectors[..., None])[..., 0] if on_cpu else (keys * vectors[:, :, None]).sum(-1)
+    mixed = (weights.unflatten(1, (keys.shape[1], -1)) * scores[:, :, None]).flatten(1, 2)
+    return (mixed[:, :, None] @ values)[:, :, 0] if on_cpu else (mixed[..., None] * values).sum(2)
+
+
 class ReplayCore:
     """State of one layer for `rows` sequences: fp32 values of checkpoint and readout, and the ring.
 
@@ -45,7 +55,7 @@ class ReplayCore:
     def __init__(self, rows: int, shape: tuple[int, int, int, int], fill: Tensor, wrap: Callable) -> None:
         self.heads, self.groups, self.P, self.N = shape
         device = fill.device
-        self.fill, self.products = fill, wrap(products)
+        self.fill, self.products, self.ring_products = fill, wrap(products), wrap(ring_products)
         self.checkpoint = torch.zeros(rows, self.heads, self.P, self.N, device=device)
         self.readout = self.checkpoint
         self.log_decay = torch.zeros(rows, self.heads, BUFFER_LEN, device=device)
@@ -62,10 +72,8 @@ class ReplayCore:
         return torch.cat(parts, 1).flatten(2, 3)
 
     def replayed(self, vectors: Tensor, weights: Tensor) -> Tensor:
-        """sum_j weights_j (key_j . vector) value_j over the ring: vectors [rows, groups, N] -> [rows, heads, P]."""
-        scores = (self.keys @ vectors[..., None])[..., 0]
-        mixed = (self.grouped(weights) * scores[:, :, None]).flatten(1, 2)
-        return (mixed[:, :, None] @ self.values)[:, :, 0]
+        """`ring_products` of the ring."""
+        return self.ring_products(self.keys, self.values, weights, vectors)
 
     def decays(self, log_decay: Tensor) -> tuple[Tensor, Tensor]:
         """Append a token's log decay [rows, heads]: (decay of the checkpoint, decay of every token of the ring)."""
