@@ -103,7 +103,7 @@ def write_plans(
     (directory / PLANS_FOLDER).mkdir()
     described = {}
     for name, network in networks.items():
-        layers = Layers(module, name)
+        layers = Layers(module, name, options.arch)
         aliases = emit_network(layers, network, specs[name], read, call, options.unpacked, _positions(options.replay))
         file = f"{PLANS_FOLDER}/{name}.plan"
         (directory / file).write_bytes(layers.compile(phases))

@@ -22,6 +22,8 @@ from replayssm.plugins.tensorrt_ops import DATA_TYPES, load_module, version_of
 __all__ = ["Layers", "Profile", "Tensor", "load_module"]
 
 FP4_BLOCK = 16
+NATIVE_MOE_ARCHITECTURES = (100, 103, 110)
+"""Compute capabilities (major * 10 + minor) that TensorRT has its own mixture-of-experts layer for."""
 
 Tensor = Any
 """A tensor of the network under construction (`ITensor`)."""
@@ -44,10 +46,11 @@ class Layers:
 
     Operands of one call must agree in dtype and rank: networks are strongly typed and nothing is converted silently.
     Constants point at the caller's memory, so the object keeps them until it is dropped, after `compile`.
+    arch: compute capability (major * 10 + minor) that is built for, where that is one.
     Raises ValueError, with TensorRT's own messages, where a layer or the whole network is refused.
     """
 
-    def __init__(self, module: ModuleType, name: str) -> None:
+    def __init__(self, module: ModuleType, name: str, arch: int = 0) -> None:
         self.module, self.name = module, name
         self._logger = _logger(module)
         self._builder = module.Builder(self._logger)
@@ -56,6 +59,7 @@ class Layers:
             flags |= 1 << int(creation.STRONGLY_TYPED)
         self.network = self._builder.create_network(flags)
         self.aliases_inputs = False
+        self.has_moe = arch in NATIVE_MOE_ARCHITECTURES and hasattr(self.network, "add_moe")  # from 10.16 on
         self._inputs: dict[str, tuple[int | str, ...]] = {}
         self._outputs: set[str] = set()
         self._kept: list[Any] = []
@@ -214,7 +218,15 @@ class Layers:
             layer.set_input(1, scale)
         return self._only(layer, "dynamic quantize"), layer.get_output(1)
 
-    # Plugins and compilation
+    # Mixture of experts, plugins and compilation
+
+    def moe_swiglu(self, a: Tensor, ids: Tensor, scores: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """a [T, 1, H] through the experts ids [T, 1, k] with scores [T, 1, k]; gate and up [E, H, I], down [E, I, H].
+        Only where `has_moe`."""
+        layer = self.network.add_moe(a, ids, scores)
+        if layer is not None:
+            layer.set_gated_weights(gate, up, down, self.module.MoEActType.SILU)
+        return self._only(layer, "mixture of experts")
 
     def plugin(self, call: Any, name: str, aliased: bool = True) -> list[Tensor]:
         """Outputs of a quickly deployable plugin with its ahead-of-time implementation; `call` is what

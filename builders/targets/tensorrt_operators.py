@@ -293,13 +293,16 @@ def route_softmax(low: Lowering, node: Node) -> tuple[Tensor, Tensor]:
 
 
 def moe(low: Lowering, node: Node) -> Tensor:
-    """Every expert over every token, the unchosen ones with weight 0.
+    """NVIDIA's layer for dense gated experts where the GPU has it, or else every expert over every token, the unchosen
+    ones with weight 0.
 
-    It reads all experts and computes experts / top_k times more than needed. NVIDIA's own layer covers gated experts
-    on data-centre Blackwell only, and fp4 weights cannot be gathered.
+    The latter reads all experts and computes experts / top_k times more than needed: fp4 weights cannot be gathered.
     """
     x, ids, weights, *tensors = node.inputs
     layers, dtype = low.layers, low.dtype(x)
+    dense = all(attributes["format"] == "dense" for attributes in node.attributes["projections"])
+    if layers.has_moe and dense and node.attributes["activation"] == "swiglu":
+        return _native_moe(low, x, ids, weights, tensors)
     projections = []
     for attributes in node.attributes["projections"]:
         count = _Projection.tensor_count(attributes)
@@ -317,6 +320,15 @@ def moe(low: Lowering, node: Node) -> Tensor:
         value = layers.multiply(gate, hidden[1])
     y = layers.cast(down(value), "float32")
     return layers.cast(layers.sum(layers.multiply(y, _scores(low, ids, weights, down)), 0), dtype)
+
+
+def _native_moe(low: Lowering, x: str, ids: str, weights: str, tensors: Sequence[str]) -> Tensor:
+    """The experts' weights [E, in, out] are ours transposed, and scores are rounded to the activation dtype."""
+    layers, (width, k) = low.layers, (low.network.spec(name).shape[-1] for name in (x, ids))
+    gate, up, down = (low.weight(name, "transposed", lambda w: w.transpose(1, 2)) for name in tensors)
+    scores = layers.cast(low[weights], low.dtype(x))
+    rows = [layers.reshape(value, (0, 1, size)) for value, size in ((low[x], width), (low[ids], k), (scores, k))]
+    return layers.reshape(layers.moe_swiglu(*rows, gate, up, down), (0, low.network.spec(tensors[-1]).shape[1]))
 
 
 def _scores(low: Lowering, ids: str, weights: str, down: _Projection) -> Tensor:

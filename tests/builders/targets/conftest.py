@@ -34,8 +34,8 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> None:
 class EagerLayers:
     """The methods of `Layers` over PyTorch tensors. inputs: value of each network input by name."""
 
-    def __init__(self, inputs: dict[str, torch.Tensor]) -> None:
-        self.inputs, self.outputs = inputs, {}
+    def __init__(self, inputs: dict[str, torch.Tensor], has_moe: bool = False) -> None:
+        self.inputs, self.outputs, self.has_moe = inputs, {}, has_moe
 
     def input(self, name, dtype, shape):
         value = self.inputs[name]
@@ -141,6 +141,16 @@ class EagerLayers:
         block_scale = nvfp4.block_scales(blocks, scale)
         codes = nvfp4.encode(blocks / (block_scale.float() * scale).unsqueeze(-1))
         return Fp4(nvfp4.decode(codes).flatten(-2)), block_scale
+
+    def moe_swiglu(self, a, ids, scores, gate, up, down):
+        assert self.has_moe
+        assert (a.shape[1], ids.dtype, scores.dtype) == (1, torch.int32, a.dtype)
+        out = torch.zeros(a.shape[0], 1, down.shape[2], dtype=a.dtype)
+        for token, (experts, weights) in enumerate(zip(ids[:, 0].tolist(), scores[:, 0], strict=True)):
+            for expert, weight in zip(experts, weights, strict=True):
+                x = a[token]
+                out[token] += weight * ((torch.nn.functional.silu(x @ gate[expert]) * (x @ up[expert])) @ down[expert])
+        return out
 
     def plugin(self, call, name, aliased=True):
         """call: (PluginSpec, tensors in its operator's order). State is updated in place, as by aliased outputs."""

@@ -13,16 +13,19 @@ import torch
 
 from replayssm.builders.checkpoint import Checkpoint
 from replayssm.builders.config import published
+from replayssm.builders.engine import BuildOptions, build_engine
 from replayssm.builders.models import build_networks
 from replayssm.builders.targets import tensorrt
 from replayssm.builders.targets.tensorrt_layers import Layers, load_module
 from replayssm.builders.weight_shapes import quantizable_modules
+from replayssm.plugins import tensorrt_ops
 from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.geometry import UnsupportedGeometryError
 from replayssm.plugins.manifest import Limits
 from replayssm.plugins.nvfp4 import dequantize
 from replayssm.plugins.state import allocate_state, raise_on_error
 from replayssm.plugins.tensorrt_ops import OPERATORS, PluginSpec, output_tensor
+from replayssm.runtime.engine import Engine
 from replayssm.runtime.executor import Executor
 from replayssm.runtime.session import PREFILL_CHUNK
 
@@ -115,6 +118,58 @@ def test_everything_but_the_plugins_compiles_in_one_plan(tiny_checkpoint, name):
     specs = tensorrt.plugin_specs(networks.main, OPTIONS)
     tensorrt.emit_network(layers, networks.main, specs, weights.__getitem__, lambda spec, tensors: (spec, tensors))
     assert len(layers.compile(tensorrt.profiles(Limits(SLOTS, 64, 3)))) > 0
+
+
+@pytest.mark.parametrize("name", ["nano", "super", "qwen", "qwen_moe"])
+def test_both_targets_get_the_same_operators(plan_engine, tiny_checkpoint, tmp_path, monkeypatch, name):
+    """The sequence that becomes layers and plugins is the one that the torch target executes, value by value with the
+    dtypes and shapes that TensorRT infers, and state by state with the tensors that the torch target allocates."""
+    emitted, lowerings = [], []
+
+    class Recorded(tensorrt.Lowering):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            lowerings.append(self)
+
+        def emit(self, nodes):
+            emitted.extend(nodes)
+            super().emit(nodes)
+
+    def call(trtp, spec, tensors, original=tensorrt_ops.plugin_call):
+        emitted.append(spec)
+        return original(trtp, spec, tensors)
+
+    monkeypatch.setattr(tensorrt, "Lowering", Recorded)
+    monkeypatch.setattr(tensorrt_ops, "plugin_call", call)
+    engine, module = plan_engine(name)
+    build_engine(tiny_checkpoint(name), tmp_path / "torch", BuildOptions(dtype="float16", **SIZES))
+    executed = Engine.load(tmp_path / "torch").networks
+    assert executed == engine.networks
+    nodes = [node for network in executed.values() for node in network.nodes]
+    assert [item.operator if isinstance(item, PluginSpec) else item.op for item in emitted] == [n.op for n in nodes]
+    types = {"BF16": "bfloat16", "HALF": "float16", "FLOAT": "float32", "INT32": "int32", "INT64": "int64"}
+    for lowering, network in zip(lowerings, executed.values(), strict=True):
+        assert set(network.values) <= set(lowering.values)
+        for value, spec in network.values.items():
+            tensor = lowering.values[value]
+            dtype = types[tensor.dtype.name]
+            # Expert numbers are int32 within a plan.
+            assert dtype == spec.dtype or (dtype, spec.dtype) == ("int32", "int64"), value
+            assert tensor.shape == tuple(-1 if isinstance(size, str) else size for size in spec.shape), value
+    for network in executed.values():
+        inputs = next(built.inputs for built, _ in module.plans.values() if set(network.states) & states_of(built))
+        for state, spec in network.states.items():
+            allocated = allocate_state(spec.geometry, engine.manifest.replay, 4)
+            for part, tensor in allocated.tensors.items():
+                found = inputs[f"{state}.{part}"]
+                assert (types[found.dtype.name], found.shape) == (str(tensor.dtype)[6:], tuple(tensor.shape))
+
+
+SIZES = {"max_batch_size": 4, "max_seq_len": 400, "max_draft_len": 3, "buffer_len": 8}
+
+
+def states_of(built):
+    return {name.rpartition(".")[0] for name in built.inputs if "." in name}
 
 
 def test_sizes_without_a_plugin_are_refused_before_anything_is_built():

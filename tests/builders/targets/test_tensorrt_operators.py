@@ -153,6 +153,28 @@ def test_segments_compute_what_the_executor_computes(
             assert largest < tolerance, (network.name, output)
 
 
+@pytest.mark.parametrize(("name", "native"), [("qwen_moe", True), ("super", False)])
+def test_nvidias_experts_where_the_gpu_has_them(tiny_checkpoint, eager_layers, name, native):
+    """Gated dense experts only; squared-ReLU experts stay in the dense form. fp32: the scores are not rounded then."""
+    networks, weights = make_networks(tiny_checkpoint(name), "dense", "float32")
+    settings = ReplaySettings(activation_dtype="float32", max_seq_len=64, max_window=4, u_format="exact")
+    network, inputs, calls = networks.main, make_inputs(networks.main, settings), []
+
+    class Blackwell(eager_layers):
+        def __init__(self, inputs):
+            super().__init__(inputs, has_moe=True)
+
+        def moe_swiglu(self, *arguments):
+            calls.append(len(arguments))
+            return super().moe_swiglu(*arguments)
+
+    expected = Executor(network, weights, allocate(network, settings))(inputs)
+    computed = run_segments(network, weights, inputs, settings, Blackwell)
+    assert len(calls) == (sum(node.op == "moe" for node in network.nodes) if native else 0)
+    for output, value in computed.items():
+        assert (value - expected[output]).abs().max() < 1e-4, output
+
+
 def test_an_operator_without_layers(tiny_checkpoint, eager_layers):
     networks, _ = make_networks(tiny_checkpoint("nano"), "dense", "float32")
     network = networks.main

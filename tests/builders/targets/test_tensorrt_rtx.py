@@ -15,6 +15,7 @@ from replayssm.builders.models import build_networks
 from replayssm.builders.random_checkpoint import TINY_CONFIGS
 from replayssm.builders.targets.tensorrt import emit_segment, profiles
 from replayssm.builders.targets.tensorrt_layers import Layers, Profile, load_module
+from replayssm.builders.targets.tensorrt_operators import Lowering
 from replayssm.builders.targets.tensorrt_segments import cut
 from replayssm.builders.weight_shapes import quantizable_modules
 from replayssm.plugins.contract import ReplaySettings
@@ -67,6 +68,26 @@ def compile_network(module, network, plan, phases):
 
 
 TYPES = {"bfloat16": "BF16", "float16": "HALF", "float32": "FLOAT", "int32": "INT32", "int64": "INT64"}
+
+
+def test_nvidia_accepts_the_native_experts(rtx):
+    """Types and shapes of its layer; RTX has no kernel for it, so nothing is compiled. Data-centre Blackwell has."""
+    networks = networks_of(read_config(TINY_CONFIGS["qwen_moe"]), "dense")
+    network, plan = networks.main, networks.weight_plan
+    nodes = [node for node in network.nodes if node.op in ("route_softmax", "moe")][:2]
+    layers = Layers(rtx, "experts", arch=100)
+    assert layers.has_moe
+    assert not Layers(rtx, "experts", arch=120).has_moe
+    lowering = Lowering(network, layers, lambda name: constant_weights(plan[name]), 8)
+    for name in {name for node in nodes for name in node.inputs} - {name for node in nodes for name in node.outputs}:
+        if name not in network.weights:
+            spec = network.spec(name)
+            lowering.values[name] = layers.input(name, spec.dtype, spec.shape)
+    lowering.emit(nodes)
+    spec = network.spec(nodes[1].outputs[0])
+    layers.output("y", lowering.values[nodes[1].outputs[0]], spec.dtype, spec.shape)
+    kinds = [layers.network.get_layer(index).type for index in range(layers.network.num_layers)]
+    assert rtx.LayerType.MOE in kinds
 
 
 def networks_of(config, module_format, dtype="bfloat16"):
