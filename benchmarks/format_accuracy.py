@@ -97,10 +97,13 @@ def describe(layout: str, form: StateFormat, args: argparse.Namespace) -> dict[s
     }
 
 
+Answers = Iterator[tuple[StateFormat, list[list[int]], float]]
+
+
 def answer(
     model: networks.HybridLM, problems: list[tasks.Problem], new_tokens: int, tokenizer: Any, args: argparse.Namespace
-) -> tuple[dict[StateFormat, list[list[int]]], dict[StateFormat, float]]:
-    """(answers to all problems, seconds) by format; formats for which time ran out are left out."""
+) -> Answers:
+    """(format, answers to all problems, seconds), float32 first; formats for which time runs out are left out."""
     prompts = [prompt_ids(tokenizer, problem.question) for problem in problems]
     wrap = None if args.eager or args.device == "cpu" else compiled
     answers: dict[StateFormat, list[list[int]]] = {form: [] for form in args.formats}
@@ -109,33 +112,32 @@ def answer(
     for start in range(0, len(prompts), size):
         decoder = ReplayDecoder(model, prompts[start : start + size], new_tokens, args.seed, wrap)
         decoder.prefill()
-        for form in args.formats:
+        for form, outputs in answers.items():
             if time.monotonic() > args.deadline:
-                break
+                return
             began = time.monotonic()
-            answers[form] += decoder.decode(form)
+            outputs += decoder.decode(form)
             seconds[form] += time.monotonic() - began
+            if len(outputs) == len(prompts):
+                yield form, outputs, seconds[form]
         print(f"{start + len(prompts[start : start + size])} of {len(prompts)}", file=sys.stderr, flush=True)
-    return {form: outputs for form, outputs in answers.items() if len(outputs) == len(prompts)}, seconds
 
 
 def group_lines(
-    answers: dict[StateFormat, list[list[int]]],
-    seconds: dict[StateFormat, float],
-    problems: list[tasks.Problem],
-    tokenizer: Any,
-    args: argparse.Namespace,
+    answers: Answers, problems: list[tasks.Problem], tokenizer: Any, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """One line per format and tier."""
-    reference = answers.get(FORMATS[0], [])
-    for tier in dict.fromkeys(problem.tier for problem in problems):
-        own = [index for index, problem in enumerate(problems) if problem.tier == tier]
-        base: list[bool] = []
-        for form, outputs in answers.items():
+    tiers: dict[str, list[int]] = {}
+    for index, problem in enumerate(problems):
+        tiers.setdefault(problem.tier, []).append(index)
+    exact: list[list[int]] = []
+    base: dict[str, list[bool]] = {}
+    for form, outputs, seconds in answers:
+        exact = exact or outputs
+        for tier, own in tiers.items():
             texts = tokenizer.decode_batch([outputs[index] for index in own])
             right = [tasks.is_correct(text, problems[index].answer) for text, index in zip(texts, own, strict=True)]
-            base = base or right
-            difference, low, high = paired(right, base)
+            difference, low, high = paired(right, base.setdefault(tier, right))
             yield {
                 **describe(args.layout, form, args),
                 "tier": tier,
@@ -146,9 +148,9 @@ def group_lines(
                 "interval_95": [round(bound, 4) for bound in wilson(sum(right), len(own))],
                 "difference": round(difference, 5),
                 "difference_interval_95": [round(low, 5), round(high, 5)],
-                "same_tokens": round(sum(outputs[index] == reference[index] for index in own) / len(own), 4),
+                "same_tokens": round(sum(outputs[index] == exact[index] for index in own) / len(own), 4),
                 "mean_tokens": round(sum(len(outputs[index]) for index in own) / len(own), 2),
-                "decode_s": round(seconds[form], 2),
+                "decode_s": round(seconds, 2),
             }
 
 
@@ -196,8 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for index in args.groups:
         own, new_tokens = GROUPS[index]
         group = [problem for tier in own if tier in tiers for problem in problems[tier]]
-        answers, seconds = answer(model, group, new_tokens, tokenizer, args)
-        for line in group_lines(answers, seconds, group, tokenizer, args):
+        answers = answer(model, group, new_tokens, tokenizer, args)
+        for line in group_lines(answers, group, tokenizer, args):
             print(
                 f"{line['tier']:7s} {line['format']:46s} {line['value']:.4f} {line['difference']:+.4f} "
                 f"{line['difference_interval_95']} same {line['same_tokens']:.3f} {line['decode_s']} s",
