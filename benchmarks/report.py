@@ -1,0 +1,310 @@
+"""Writes docs/results.md and its plots from benchmarks/results: `python benchmarks/report.py`.
+
+Every figure of ours in the page comes from a result line; the newest line of a condition counts. Published figures are
+those of the ReplaySSM experiments that this project repeats.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from replayssm.builders.config import published, weight_bytes
+from replayssm.builders.inspection import geometries
+from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.traffic import slot_bytes, traffic_per_token
+
+ROOT = Path(__file__).parent
+NAMES = {"nano4b": "Nemotron-3-Nano-4B", "super120b": "Nemotron-3-Super-120B", "qwen4b": "Qwen3.5-4B"}
+NAMES["qwen122b"] = "Qwen3.5-122B-A10B"
+PUBLISHED_STEPS = {
+    "nano4b": {1: 0.99, 32: 1.17, 128: 1.40, 512: 1.55},
+    "qwen4b": {1: 0.99, 32: 1.08, 128: 1.21, 512: 1.31},
+    "super120b": {1: 0.98, 32: 1.10, 128: 1.27, 512: 1.67},
+    "qwen122b": {1: 0.98, 32: 1.07, 128: 1.14, 512: 1.20},
+}
+"""Whole decode steps, replay over standard; the 4B models on an H100, the others on a B300."""
+PUBLISHED_SESSIONS = {"super120b": (213, 694), "qwen122b": (233, 702)}
+"""Sequences that fit with four drafts: standard, replay."""
+H200_BYTES, RESERVE_BYTES, HELD_TOKENS = 139 * 2**30, 6 * 2**30, 1024
+WINDOW = 5
+
+Line = dict
+
+
+def read_lines(folder: Path) -> list[Line]:
+    """All result lines, older ones of the same condition left out."""
+    kept: dict[tuple, Line] = {}
+    keys = ("benchmark", "op", "geometry", "model", "batch", "window", "state_dtype", "state_rounding", "readout_dtype")
+    keys += ("L", "fill", "variant", "layers", "tier", "gpu", "engine", "draft_len")
+    for path in sorted(folder.glob("*.jsonl")):
+        for text in path.read_text(encoding="utf-8").splitlines():
+            line = json.loads(text)
+            key = tuple(str(line.get(name)) for name in keys)
+            if key not in kept or kept[key].get("date", "") <= line.get("date", ""):
+                kept[key] = line
+    return list(kept.values())
+
+
+def select(lines: Iterable[Line], **wanted) -> list[Line]:
+    return [line for line in lines if all(line.get(name) == value for name, value in wanted.items())]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    rows = [[str(cell) for cell in row] for row in rows]
+    if not rows:
+        return "*Not measured.*\n"
+    text = [f"| {' | '.join(head)} |", f"|{'|'.join(['---', *['---:'] * (len(head) - 1)])}|"]
+    return "\n".join([*text, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+
+
+def model_of(line: Line) -> str:
+    """The model's name, and how far it was truncated."""
+    name = NAMES.get(line["geometry"], line["geometry"])
+    whole = line["layers"] == line["layers_total"]
+    return name if whole else f"{name} ({line['layers']} of {line['layers_total']} layers)"
+
+
+def ratio(a: float, b: float) -> str:
+    return f"{a / b:.2f}x"
+
+
+def kernel_table(lines: list[Line]) -> str:
+    """Decode and verify of one layer at batch 256."""
+    rows = []
+    for op, name in (("mamba2", "nano4b"), ("mamba2", "super120b"), ("gdn", "qwen4b"), ("gdn", "qwen122b")):
+        found = select(lines, benchmark=f"{op}_window", geometry=name, batch=256, correct=True)
+        for state in ("float32", "float16"):
+            for window in (1, WINDOW):
+                here = select(found, window=window, state_dtype=state)
+                ours = select(here, variant="ours", fill="desync", readout_dtype="same")
+                plain = select(here, variant="plain")
+                known = ("ours", "plain", "candidate", "tuning")
+                peers = [line for line in here if line["variant"] not in known]
+                if not ours or not plain:
+                    continue
+                best = min(peers, key=lambda line: line["median_us"]) if peers else None
+                a, b = ours[0]["median_us"], plain[0]["median_us"]
+                rows.append(
+                    [
+                        f"{NAMES[name]}, {state}",
+                        "decode" if window == 1 else f"verify {window}",
+                        f"{b:.0f}",
+                        f"{a:.0f}",
+                        ratio(b, a),
+                        f"{ratio(best['median_us'], a)} ({best['variant']})" if best else "",
+                        f"{100 * ours[0]['gb_s'] / ours[0]['ceiling_gb_s']:.0f} %",
+                    ]
+                )
+    head = ["layer", "step", "plain us", "replay us", "over plain", "over the best peer", "of the read ceiling"]
+    return table(head, rows)
+
+
+def decode_lines(lines: list[Line]) -> list[Line]:
+    found = select(lines, benchmark="e2e_decode_speedup")
+    return sorted(found, key=lambda line: (line["geometry"], line["batch"], line["variant"]))
+
+
+def step_table(lines: list[Line]) -> str:
+    rows = []
+    for line in decode_lines(lines):
+        if line["variant"] == "plain":
+            continue
+        plain = select(lines, **{**condition(line), "variant": "plain"})
+        if not plain:
+            continue
+        published = PUBLISHED_STEPS.get(line["geometry"], {}).get(line["batch"], "")
+        is_standard = line["variant"] == "replay"
+        rows.append(
+            [
+                f"{model_of(line)}, batch {line['batch']}",
+                "fp32" if is_standard else line["variant"].removeprefix("replay-").replace("-", ", "),
+                f"{plain[0]['median_us'] / 1e3:.2f}",
+                f"{line['median_us'] / 1e3:.2f}",
+                f"**{line['speedup']:.2f}x** ({line['speedup_p10']:.2f} to {line['speedup_p90']:.2f})",
+                f"{line['predicted_speedup']:.2f}x" if "predicted_speedup" in line else "",
+                f"{published:.2f}x" if published and is_standard else "",
+                f"{line['tokens_per_s']:,.0f}",
+                "yes" if line["correct"] else f"**no** ({line['logits_distance']:.3f})",
+            ]
+        )
+    head = ["model", "state", "plain ms", "replay ms", "speedup (p10 to p90)", "traffic model", "published"]
+    return table([*head, "replay tokens/s", "logits agree"], rows)
+
+
+def condition(line: Line) -> dict:
+    """What a decode line shares with the plain one of its run."""
+    return {
+        name: line.get(name) for name in ("benchmark", "geometry", "batch", "window", "layers", "context", "commit")
+    }
+
+
+def split_table(lines: list[Line]) -> str:
+    kinds = ("ssm", "conv", "attention", "matmul", "elementwise", "other", "copy")
+    rows = []
+    for line in decode_lines(lines):
+        if line["batch"] != 256 or "split_us" not in line or line["variant"] not in ("plain", "replay"):
+            continue
+        bound = max(line["weights_once_us"], line["products_us"])
+        rows.append(
+            [
+                f"{model_of(line)}, {line['variant']}",
+                *(f"{line['split_us'].get(kind, 0):.0f}" for kind in kinds),
+                f"{line['gap_us']:.0f} ({line['largest_gap_us']:.1f})",
+                f"{line['rest_us']:.0f}",
+                f"{line['weights_once_us']:.0f}, {line['products_us']:.0f}",
+                f"{line['rest_us'] / bound:.2f}",
+                f"{line['gpu_memory_bytes'] / 2**30:.0f}",
+            ]
+        )
+    head = ["us per step at batch 256", *("state kernels" if kind == "ssm" else kind for kind in kinds)]
+    head += ["gaps (largest)", "all but state", "weights once, products", "rest over its roofline", "GiB in use"]
+    return table(head, rows)
+
+
+def speculation_table(lines: list[Line]) -> str:
+    found = select(lines, benchmark="e2e_spec_decode_throughput")
+    rows = []
+    for line in sorted(found, key=lambda line: (line["geometry"], line["batch"])):
+        over = line.get("speedup_over_snapshots")
+        rows.append(
+            [
+                f"{model_of(line)}, batch {line['batch']}, {line['variant']}",
+                f"{line['median_us'] / 1e3:.2f}",
+                f"{line['acceptance_length']:.2f}",
+                f"{line['tokens_per_s']:,.0f}",
+                f"{line['speedup']:.2f}x",
+                f"{over:.2f}x" if over and line["variant"] == "replay-speculation" else "",
+                f"{line['split_us']['ssm'] / 1e3:.2f}" if "split_us" in line else "",
+                f"{line['predicted_recurrent_us'] / 1e3:.2f}" if line.get("predicted_recurrent_us") else "",
+                f"{line['gpu_memory_bytes'] / 2**30:.0f}",
+                "yes" if line["correct"] else "**no**",
+            ]
+        )
+    head = [
+        "variant",
+        "step ms",
+        "tokens a row and step",
+        "tokens/s",
+        "over plain",
+        "over snapshots",
+        "state kernels ms",
+    ]
+    return table([*head, "traffic model ms", "GiB in use", "logits agree"], rows)
+
+
+def sessions_table() -> str:
+    """Computed, not measured: whole slots of the published shapes beside their weights."""
+    rows = []
+    for name, (standard, replay) in PUBLISHED_SESSIONS.items():
+        config = published(f"{name}-nvfp4")
+        free = H200_BYTES - RESERVE_BYTES - weight_bytes(config, mtp=False)["total"]
+        sizes = [
+            slot_bytes(geometries(config), ReplaySettings(length, WINDOW)).total(HELD_TOKENS) for length in (0, 16)
+        ]
+        ours = [free // size for size in sizes]
+        rows.append(
+            [
+                NAMES[name],
+                f"{standard} to {replay} ({replay / standard:.2f}x)",
+                f"{ours[0]} to {ours[1]} ({ours[1] / ours[0]:.2f}x)",
+                *(f"{size / 2**20:.0f}" for size in sizes),
+            ]
+        )
+    head = [
+        "model, NVFP4 weights, four drafts",
+        "published, one B300",
+        "ours, one H200",
+        "MiB each: snapshots",
+        "replay",
+    ]
+    return table(head, rows)
+
+
+def traffic_table() -> str:
+    rows = []
+    for name in ("nano4b", "super120b", "qwen4b", "qwen122b"):
+        stateful = geometries(published(name))
+        plain, low = (
+            traffic_per_token(stateful, ReplaySettings(16, WINDOW, state_dtype=state, readout_dtype=readout), 4, 3.0)
+            for state, readout in (("float32", "same"), ("float16", "nvfp4"))
+        )
+        mib = [plain.plain, plain.replay, low.replay, plain.snapshot_speculation, plain.replay_speculation]
+        rows.append([NAMES[name], *(f"{value / 2**20:.1f}" for value in mib)])
+    head = [
+        "MiB of state per token",
+        "plain",
+        "replay",
+        "replay, fp16 and nvfp4",
+        "snapshots, 4 drafts",
+        "replay, 4 drafts",
+    ]
+    return table(head, rows)
+
+
+def accuracy_table(lines: list[Line]) -> str:
+    rows = []
+    for line in select(lines, benchmark="accuracy"):
+        if line.get("tier") not in ("long", "track", "hard") or line.get("count", 0) < 100:
+            continue
+        low, high = line["interval_95"]
+        state = f"{line['state_dtype']}, {line.get('readout_dtype') or 'same'}"
+        state += f", {line['state_rounding']}" if line.get("state_rounding") not in (None, "nearest") else ""
+        rows.append(
+            [
+                line["model"],
+                line["variant"],
+                state,
+                line["tier"],
+                f"{100 * line['value']:.1f} % ({100 * low:.1f} to {100 * high:.1f})",
+            ]
+        )
+    head = ["model", "variant", "state, readout", "problems", "answers right (95 %)"]
+    return table(head, sorted(rows))
+
+
+def provenance(lines: list[Line]) -> str:
+    rows = {}
+    for line in lines:
+        if line["benchmark"] in ("e2e_decode_speedup", "e2e_spec_decode_throughput", "mamba2_window", "gdn_window"):
+            rows.setdefault((line["benchmark"], line["gpu"], line["commit"]), []).append(line["date"][:16])
+    return table(
+        ["benchmark", "GPU", "commit", "lines", "newest"],
+        [[*key, len(dates), max(dates)] for key, dates in sorted(rows.items())],
+    )
+
+
+def render(lines: list[Line]) -> str:
+    page = (ROOT / "report.md").read_text(encoding="utf-8")
+    parts = {
+        "kernels": kernel_table(lines),
+        "steps": step_table(lines),
+        "split": split_table(lines),
+        "speculation": speculation_table(lines),
+        "sessions": sessions_table(),
+        "traffic": traffic_table(),
+        "accuracy": accuracy_table(lines),
+        "provenance": provenance(lines),
+    }
+    for name, text in parts.items():
+        mark = f"<!-- {name} -->\n"
+        if page.count(mark) != 1:
+            raise ValueError(f"benchmarks/report.md must hold the mark {mark.strip()!r} once")
+        page = page.replace(mark, text)
+    return page
+
+
+def main(results: Path = ROOT / "results", docs: Path = ROOT.parent / "docs") -> None:
+    from report_plots import plot_batches, plot_split  # here: the page itself needs no matplotlib
+
+    lines = read_lines(results)
+    decode = [line for line in decode_lines(lines) if line["layers"] == line["layers_total"]]
+    plot_batches(decode, PUBLISHED_STEPS, NAMES, docs / "decode_speedup.svg")
+    plot_split(decode, NAMES, docs / "decode_split.svg")
+    (docs / "results.md").write_text(render(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*(Path(argument) for argument in sys.argv[1:]))

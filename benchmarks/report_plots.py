@@ -1,0 +1,72 @@
+"""Plots of docs/results.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+COLORS = {"nano4b": "#2f7ed8", "qwen4b": "#f0a202", "super120b": "#0b3d91", "qwen122b": "#b35c00"}
+KINDS = {
+    "ssm": "#2f7ed8",
+    "conv": "#7fb2e5",
+    "attention": "#f0a202",
+    "matmul": "#9aa5b1",
+    "elementwise": "#d5c4a1",
+    "other": "#b35c00",
+}
+STYLE = {"svg.hashsalt": "replayssm", "font.size": 9}
+
+
+def plot_batches(lines: list[dict], published: dict, names: dict[str, str], path: Path) -> None:
+    """Speedup of a whole step by batch size, measured and published."""
+    plt.rcParams.update(STYLE)
+    figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+    for name in ("nano4b", "qwen4b"):
+        points = sorted((x["batch"], x) for x in lines if x["geometry"] == name and x["variant"] == "replay")
+        if points:
+            batches, ours = [batch for batch, _ in points], [line for _, line in points]
+            middle = [line["speedup"] for line in ours]
+            below = [max(0.0, line["speedup"] - line["speedup_p10"]) for line in ours]
+            above = [max(0.0, line["speedup_p90"] - line["speedup"]) for line in ours]
+            label = f"{names[name]}, ours, one H200"
+            axis.errorbar(batches, middle, [below, above], marker="o", capsize=2, color=COLORS[name], label=label)
+        known = published[name]
+        label = f"{names[name]}, published, one H100"
+        axis.plot(list(known), list(known.values()), "x--", color=COLORS[name], alpha=0.6, label=label)
+    axis.axhline(1.0, color="black", linewidth=0.5)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks([1, 32, 128, 256, 512], ["1", "32", "128", "256", "512"])
+    axis.set_xlabel("batch")
+    axis.set_ylabel("speedup of a decode step")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def plot_split(lines: list[dict], names: dict[str, str], path: Path) -> None:
+    """Where the time of a step goes at batch 256, and the roofline of its matrix products."""
+    plt.rcParams.update(STYLE)
+    shown = [x for x in lines if x["batch"] == 256 and "split_us" in x and x["variant"] in ("plain", "replay")]
+    figure, axis = plt.subplots(figsize=(6.4, 0.6 + 0.5 * max(1, len(shown))), layout="constrained")
+    for place, line in enumerate(shown):
+        left = 0.0
+        for kind, color in KINDS.items():
+            width = line["split_us"].get(kind, 0.0) / 1e3
+            axis.barh(place, width, left=left, color=color, label=kind if place == 0 else None)
+            left += width
+        bound = max(line["weights_once_us"], line["products_us"]) / 1e3
+        axis.plot([bound, bound], [place - 0.42, place + 0.42], color="black", linewidth=1)
+        axis.text(left + 0.1, place, f"{line['median_us'] / 1e3:.1f} ms", va="center", fontsize=8)
+    axis.set_yticks(range(len(shown)), [f"{names.get(x['geometry'], x['geometry'])}\n{x['variant']}" for x in shown])
+    axis.invert_yaxis()
+    axis.set_xlabel("ms per step, batch 256; the mark is the roofline of the matrix products")
+    axis.spines[["top", "right"]].set_visible(False)
+    if shown:
+        figure.legend(loc="outside upper center", ncols=len(KINDS), frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)

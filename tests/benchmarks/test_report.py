@@ -1,0 +1,60 @@
+"""What benchmarks/report.py makes of result lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import report
+
+BENCHMARKS = report.ROOT
+
+
+def test_the_page_has_every_section() -> None:
+    page = report.render(report.read_lines(BENCHMARKS / "results"))
+    assert "<!--" not in page
+    for name in report.NAMES.values():
+        assert name in page
+
+
+def decode_line(variant: str, **changes) -> dict:
+    line = {
+        "benchmark": "e2e_decode_speedup", "geometry": "nano4b", "batch": 512, "window": 1, "variant": variant,
+        "L": 0 if variant == "plain" else 16, "layers": 42, "layers_total": 42, "context": [1, 2], "commit": "c",
+        "median_us": 3000.0 if variant == "plain" else 2000.0, "speedup": 1.5, "speedup_p10": 1.4, "speedup_p90": 1.6,
+        "tokens_per_s": 1e5, "correct": True, "gpu": "NVIDIA H200", "date": "2026-01-01",
+    }  # fmt: skip
+    return {**line, **changes}
+
+
+def test_steps_stand_beside_the_published_ones(tmp_path: Path) -> None:
+    lines = [decode_line("plain"), decode_line("replay", date="2026-01-02")]
+    old = decode_line("replay", median_us=9.0)
+    other = decode_line("replay", geometry="qwen4b")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*lines, old, other])))
+    text = report.step_table(report.read_lines(tmp_path))
+    rows = text.splitlines()[2:]
+    assert len(rows) == 1, "the older line of a condition and one without its plain run are left out"
+    assert "| 3.00 | 2.00 | **1.50x** (1.40 to 1.60) |  | 1.55x | 100,000 | yes |" in rows[0]
+    wrong = decode_line("replay", correct=False, logits_distance=0.7)
+    assert "**no** (0.700)" in report.step_table([lines[0], wrong])
+
+
+def test_missing_figures_are_said_to_be_missing() -> None:
+    assert report.step_table([]) == report.speculation_table([]) == "*Not measured.*\n"
+
+
+def test_truncated_models_are_named_so() -> None:
+    assert report.model_of(decode_line("replay", layers=21)) == "Nemotron-3-Nano-4B (21 of 42 layers)"
+
+
+def test_a_text_without_a_mark_is_refused(monkeypatch, tmp_path: Path) -> None:
+    text = (BENCHMARKS / "report.md").read_text(encoding="utf-8")
+    (tmp_path / "report.md").write_text(text.replace("<!-- steps -->\n", ""))
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match="'<!-- steps -->' once"):
+        report.render([])
