@@ -22,6 +22,9 @@ from replayssm.plugins.contract import (
 FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2}
 """FORMAT_* of kernels/primitives.cuh."""
 
+STATE_FORMATS = {**FORMATS, "float8": 3}
+"""The same of a checkpoint; FORMAT_FP8 is in kernels/formats.cuh."""
+
 EMBEDDED_SHARED_BYTES = 48 * 1024
 """Shared memory that a kernel embedded in a TensorRT plugin may use."""
 
@@ -131,6 +134,10 @@ def window_config(
     heads, rows, columns = geometry.state_shape
     serial = settings.is_baseline or settings.serial_exact
     _check(geometry, settings, rows, columns)
+    if uses_readout(settings):
+        from replayssm.plugins import readout_geometry  # which needs this module
+
+        return readout_geometry.readout_config(geometry, settings, arch, embedded, cta_rows, ahead_rows)
     limits = architecture(arch)
     capacity = min(limits.shared_per_block, EMBEDDED_SHARED_BYTES) if embedded else limits.shared_per_block
     kind = geometry.kind
@@ -245,15 +252,22 @@ def _attention_shared_bytes(head_dim: int, warps: int) -> int:
     return round_up(max(tiles, sums) + 16 * stride + 2 * warps * 16 * 4 + 4, 16)
 
 
+def uses_readout(settings: ReplaySettings) -> bool:
+    """Whether a layer runs a readout kernel: its outputs read a copy of the state, or an fp8 checkpoint."""
+    plain = settings.is_baseline or settings.serial_exact
+    return not plain and (settings.readout_dtype != "same" or settings.state_dtype == "float8")
+
+
 def _check(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, rows: int, columns: int) -> None:
     reasons = []
     if settings.activation_dtype not in ("bfloat16", "float16"):
         reasons.append(f"activations are {settings.activation_dtype}")
-    if settings.state_dtype not in FORMATS:
+    readout = uses_readout(settings)
+    if settings.state_dtype not in (STATE_FORMATS if readout else FORMATS):
         reasons.append(f"the checkpoint is {settings.state_dtype}")
-    if settings.state_rounding != "nearest":
+    if settings.state_rounding != "nearest" and not readout:
         reasons.append(f"the checkpoint is rounded {settings.state_rounding}")
-    if settings.readout_dtype != "same":
+    if settings.readout_dtype != "same" and geometry.kind == "gdn":
         reasons.append(f"the readout is {settings.readout_dtype}")
     if geometry.kind == "gdn" and settings.u_format == "exact" and not (settings.is_baseline or settings.serial_exact):
         reasons.append("u is exact")

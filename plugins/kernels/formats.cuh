@@ -2,6 +2,12 @@
 #pragma once
 #include "primitives.cuh"
 
+// Beside the formats of primitives.cuh: e4m3 checkpoints, and copies of the state that only outputs read.
+#define FORMAT_FP8 3
+#define READOUT_SAME 0
+#define READOUT_FP8 1
+#define READOUT_NVFP4 2
+
 typedef u16 activation_t;
 
 constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }

@@ -63,7 +63,7 @@ DEVICE void serial_rows(const SerialInputs& in, const Row& row, int first, const
                         const SerialStores& stores, activation_t* output, ring_u_t* ring_u) {
     const int lane = threadIdx.x % 32;
     float s[N][SERIAL_COLUMNS], k[SERIAL_COLUMNS];
-    serial_begin<N>(row, from + first * COLUMNS, s);
+    serial_begin<N>(row, from + first * COLUMNS, s, stores.scales_in + first);
     for (int p = row.checkpoint_position; p < row.seq_len; p++) {
         const int entry = p % RING_LEN;
         serial_load(in.ring_k + entry * (GROUPS * COLUMNS), k);

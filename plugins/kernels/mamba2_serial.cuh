@@ -33,7 +33,7 @@ template <int N, bool ROUNDED>
 DEVICE void serial_rows(const SerialInputs& in, const Row& row, int first, const state_t* from,
                         const SerialStores& stores, activation_t* output) {
     float s[N][SERIAL_COLUMNS];
-    serial_begin<N>(row, from + first * COLUMNS, s);
+    serial_begin<N>(row, from + first * COLUMNS, s, stores.scales_in + first);
     for (int p = row.checkpoint_position; p < row.seq_len; p++) {
         const int entry = p % RING_LEN;
         serial_update<N>(s, in.A, in.ring_dt[entry * HEADS], in.ring_x + entry * (HEADS * ROWS) + first,

@@ -23,6 +23,9 @@ DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_s
 DEVICE float bits_to_float(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 float_to_bits(float value) { return __float_as_uint(value); }
 
+// What is computed from `value` cannot be computed before this point, where the compiler would wait for a load too early.
+DEVICE void hold_until_here(u32& value) { asm volatile("" : "+r"(value)); }
+
 // Offset of row `index` of rows `stride` elements apart, in one instruction.
 DEVICE long long offset_of(int index, int stride) {
     long long result;

@@ -8,19 +8,18 @@
 // whether or not the step flushed and however long the window class is, which is what makes a repeated step bit-equal.
 #pragma once
 #include "rows.cuh"
-
-#if STATE_FORMAT == FORMAT_FP32
-typedef float state_t;
-#else
-typedef u16 state_t;
-#endif
+#include "state_formats.cuh"
 
 constexpr int RING_LEN = larger(BUFFER_LEN, MAX_WINDOW) + MAX_WINDOW;
 constexpr int MAX_HISTORY = larger(BUFFER_LEN, MAX_WINDOW);
 constexpr int HISTORY_ROWS = round_up(MAX_HISTORY, 8);
 constexpr int HISTORY_BLOCKS = HISTORY_ROWS / 8;
 constexpr int WINDOW_ROWS = round_up(MAX_WINDOW, 8);
+#ifdef CTA_WARPS  // the readout kernels: each of so many warps owns CTA_ROWS rows
+constexpr int WARPS = CTA_WARPS;
+#else
 constexpr int WARPS = round_up(CTA_ROWS, 16) / 16;
+#endif
 constexpr int THREADS = WARPS * 32;
 constexpr int PADDED_ROWS = WARPS * 16;
 constexpr int CTAS_PER_HEAD = ROWS / CTA_ROWS;
@@ -35,18 +34,6 @@ constexpr int BLOCK_COLUMNS = 4 * LANE_COLUMNS;
 
 static_assert(MAX_HISTORY <= 32 && MAX_WINDOW <= 16, "one warp scans the history; two query tiles hold a window");
 static_assert(COLUMNS % 16 == 0 && CTA_ROWS % 8 == 0 && ROWS % CTA_ROWS == 0, "copies move 16 bytes");
-
-DEVICE float state_to_float(state_t value) {
-    if constexpr (STATE_FORMAT == FORMAT_FP32) return (float)value;
-    if constexpr (STATE_FORMAT == FORMAT_BF16) return bits_to_float((u32)value << 16);
-    return fp16_to_float((u16)value);
-}
-DEVICE state_t float_to_state(float value) {
-    if constexpr (STATE_FORMAT == FORMAT_FP32) return (state_t)value;
-    if constexpr (STATE_FORMAT == FORMAT_BF16) return (state_t)float_to_bf16(value);
-    return (state_t)float_to_fp16(value);
-}
-DEVICE float round_to_state(float value) { return state_to_float(float_to_state(value)); }
 
 // ---------------------------------------------------------------------------------------------- blocks and rows
 

@@ -20,10 +20,13 @@ DEVICE void serial_load(const activation_t* from, float (&values)[SERIAL_COLUMNS
         values[i] = serial_column_exists(i) ? activation_to_float(from[serial_column(i)]) : 0.f;
 }
 
+// scales: of the rows, of an fp8 state.
 template <int N>
-DEVICE void serial_load_state(const state_t* from, float (&s)[N][SERIAL_COLUMNS]) {
+DEVICE void serial_load_state(const state_t* from, float (&s)[N][SERIAL_COLUMNS], const unsigned char* scales) {
 #pragma unroll
-    for (int r = 0; r < N; r++)
+    for (int r = 0; r < N; r++) {
+        float scale = 1.f;
+        if constexpr (STATE_FORMAT == FORMAT_FP8) scale = e4m3_scale(scales[r]);
 #pragma unroll
         for (int i = 0; i < SERIAL_COLUMNS; i += SERIAL_WIDTH) {
             const state_t* at = from + r * COLUMNS + serial_column(i);
@@ -34,9 +37,10 @@ DEVICE void serial_load_state(const state_t* from, float (&s)[N][SERIAL_COLUMNS]
             } else {
 #pragma unroll
                 for (int e = 0; e < SERIAL_WIDTH; e++)
-                    s[r][i + e] = serial_column_exists(i) ? state_to_float(at[e]) : 0.f;
+                    s[r][i + e] = serial_column_exists(i) ? state_to_float(at[e]) * scale : 0.f;
             }
         }
+    }
 }
 
 template <int N>
@@ -80,9 +84,10 @@ DEVICE void serial_round(float (&s)[N][SERIAL_COLUMNS]) {
 
 // The checkpoint's rows, or zero where the row's sequence has none yet.
 template <int N>
-DEVICE void serial_begin(const Row& row, const state_t* from, float (&s)[N][SERIAL_COLUMNS]) {
+DEVICE void serial_begin(const Row& row, const state_t* from, float (&s)[N][SERIAL_COLUMNS],
+                         const unsigned char* scales) {
     if (row.checkpoint_position > 0) {
-        serial_load_state<N>(from, s);
+        serial_load_state<N>(from, s, scales);
     } else {
 #pragma unroll
         for (int r = 0; r < N; r++)
@@ -92,17 +97,26 @@ DEVICE void serial_begin(const Row& row, const state_t* from, float (&s)[N][SERI
 }
 
 // Where a row's states go. checkpoint: stored there after `store_after` window tokens (-1: never). snapshots: after
-// every window token, `snapshot_stride` elements apart, unless null.
+// every window token, `snapshot_stride` elements apart, unless null. exact: where the checkpoint goes as it is, in fp32,
+// instead. scales_in: of the rows that an fp8 checkpoint starts from.
 struct SerialStores {
     state_t* checkpoint;
     int store_after;
     state_t* snapshots;
     int snapshot_stride;
+    float* exact;
+    const unsigned char* scales_in;
 };
 
 template <int N>
 DEVICE void serial_store(const SerialStores& stores, int tokens, int first, const float (&s)[N][SERIAL_COLUMNS]) {
-    if (stores.store_after == tokens) serial_store_state<N>(stores.checkpoint + first * COLUMNS, s);
+    if (stores.store_after == tokens && !stores.exact) serial_store_state<N>(stores.checkpoint + first * COLUMNS, s);
+    if (stores.store_after == tokens && stores.exact)
+#pragma unroll
+        for (int r = 0; r < N; r++)
+#pragma unroll
+            for (int i = 0; i < SERIAL_COLUMNS; i++)
+                if (serial_column_exists(i)) stores.exact[(first + r) * COLUMNS + serial_column(i)] = s[r][i];
     if (stores.snapshots && tokens > 0)
         serial_store_state<N>(stores.snapshots + (long long)(tokens - 1) * stores.snapshot_stride + first * COLUMNS, s);
 }

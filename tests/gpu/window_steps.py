@@ -14,6 +14,7 @@ import torch
 from replayssm.plugins import reference
 from replayssm.plugins.contract import Geometry, ReplaySettings
 from replayssm.plugins.reference import recurrence
+from replayssm.plugins.reference.formats import decode_checkpoint, decode_readout
 from replayssm.plugins.state import LayerState, allocate_state, commit, torch_dtype
 
 OPERATORS = {
@@ -82,7 +83,7 @@ class Steps:
         """Slots that hold NaN and nonsense positions, as reused memory may."""
         state = allocate_state(self.geometry, self.settings, self.slots, self.device)
         for tensor in state.tensors.values():
-            tensor.fill_(torch.nan if tensor.is_floating_point() else 12345)
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 255 if tensor.dtype == torch.uint8 else 12345)
         return state
 
     def inputs(self, tokens: int) -> list[torch.Tensor]:
@@ -182,6 +183,18 @@ def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
     return float((value - expected).norm()) / norm if norm else float(value.norm())
 
 
+def decoded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """State parts with scaled formats replaced by the numbers that they stand for."""
+    plain = {name: part for name, part in tensors.items() if not name.startswith("readout") and "_scale" not in name}
+    if "checkpoint_scale" in tensors:
+        parts = {name: tensors[name] for name in ("checkpoint", "checkpoint_scale")}
+        plain["checkpoint"] = decode_checkpoint(parts, torch.float32)
+    readout = {name: part for name, part in tensors.items() if name.startswith("readout")}
+    if readout:
+        plain["readout"] = decode_readout(readout, torch.float32)
+    return plain
+
+
 def part_error(value: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative error of a state part whose dead entries are NaN in both; infinite where only one is NaN."""
     value, expected = value.double(), expected.double()
@@ -247,8 +260,9 @@ def compare(steps: Steps, implementation, count: int, prefill: bool = True) -> d
         difference += float((value.double() - expected.double()).square().sum())
         size += float(expected.double().square().sum())
         worst["element"] = max(worst["element"], _element_error(value, expected))
-        for name, tensor in state.tensors.items():
-            other = mine.tensors[name].cpu()
+        others = decoded({name: tensor.cpu() for name, tensor in mine.tensors.items()})
+        for name, tensor in decoded(state.tensors).items():
+            other = others[name]
             if tensor.is_floating_point():
                 worst[name] = max(worst.get(name, 0.0), part_error(other, tensor))
             else:

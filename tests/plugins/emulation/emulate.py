@@ -22,11 +22,20 @@ from replayssm.plugins.geometry import KernelConfig
 PRIMITIVES = Path(__file__).parent / "primitives.h"
 
 
-def kernel_parameters(kernel: str) -> list[str]:
-    """Declarations of a kernel's parameters, in order, such as "const float* A_log"."""
+def kernel_parameters(kernel: str, defines: tuple[tuple[str, int], ...] = ()) -> list[str]:
+    """Declarations of a kernel's parameters, in order, such as "const float* A_log".
+
+    defines: of the variant, for kernels whose state parts depend on it.
+    """
     source = re.sub(r"//[^\n]*", "", nvrtc.kernel_source(kernel))
     match = re.search(rf"KERNEL\([^)]*\)\s*{kernel}\((.*?)\)\s*\{{", source, re.DOTALL)
-    return [" ".join(parameter.split()) for parameter in match[1].split(",")]
+    declared = match[1]
+    if re.search(r"\b[A-Z_]+_(IN|OUT|STRIDES|SCALARS)\b", declared):
+        macros = "\n".join(re.findall(r"^#(?:define|if|elif|else|endif)(?:.*\\\n)*.*$", source, re.MULTILINE))
+        text = "\n".join(f"#define {name} {value}" for name, value in defines) + f"\n{macros}\nDECLARED {declared}"
+        done = subprocess.run(["g++", "-E", "-P", "-x", "c++", "-"], input=text, capture_output=True, text=True)
+        declared = done.stdout.split("DECLARED")[1]
+    return [" ".join(parameter.split()) for parameter in declared.split(",")]
 
 
 def emulated_source(config: KernelConfig) -> str:
@@ -34,7 +43,7 @@ def emulated_source(config: KernelConfig) -> str:
     host = PRIMITIVES.read_text().replace("#pragma once\n", "")
     source = nvrtc.kernel_source(config.kernel)
     assert device in source
-    parameters = kernel_parameters(config.kernel)
+    parameters = kernel_parameters(config.kernel, config.defines)
     names = ", ".join(parameter.split()[-1].lstrip("*") for parameter in parameters)
     defines = "\n".join(f"#define {name} {value}" for name, value in config.defines)
     return f"""{defines}

@@ -174,7 +174,7 @@ DEVICE float fp16_to_float(u16 bits) { _Float16 h; std::memcpy(&h, &bits, 2); re
 
 DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
     if ((uintptr_t)shared % 16 || (valid && (uintptr_t)global % 16)) {
-        std::fprintf(stderr, "emulation: misaligned 16-byte copy\n");
+        std::fprintf(stderr, "emulation: misaligned 16-byte copy to %p from %p\n", shared, global);
         std::abort();
     }
     emulation::fibers[emulation::current].copies.push_back([=] {

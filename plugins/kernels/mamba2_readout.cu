@@ -1,0 +1,384 @@
+// Mamba2 over a replayed history whose outputs read a low-precision copy of the state: decode and verify windows of up to
+// MAX_WINDOW tokens, and longer (prefill) rows token by token. One thread block per (row of the batch, CTA_WARPS warps of
+// CTA_ROWS state rows each). A step that flushes folds, and then goes on as if the history had been empty.
+// See plugins/reference/mamba2.py and readout.cuh.
+//
+// Stamped in: NHEADS, HEADDIM, DSTATE, NGROUPS, ROW_TILES, CTA_ROWS, CTA_WARPS, BUFFER_LEN, MAX_WINDOW, STATE_FORMAT,
+// STOCHASTIC, READOUT_FORMAT, ACTIVATION_FORMAT, BULK_COPY, MIN_CTAS, AHEAD_ROWS, AHEAD_TILE, SHARED_BYTES.
+#define HEADS NHEADS
+#define GROUPS NGROUPS
+#define ROWS HEADDIM
+#define COLUMNS DSTATE
+#include "readout.cuh"
+#include "readout_parts.cuh"
+#include "mamba2_serial.cuh"
+
+constexpr int QUERY_TILES = WINDOW_ROWS / 8;
+constexpr int OWN_SIZE = TOKEN_ROWS * OWN_STRIDE;  // x of a warp
+
+struct Shared {
+    alignas(128) unsigned char tile[TILE_SIZE];  // readout; in a flush first the fold's keys; states of a prefill row
+    alignas(16) activation_t B[TOKEN_ROWS * KEY_STRIDE];
+    alignas(16) activation_t C[MAX_WINDOW * KEY_STRIDE];
+    alignas(16) u16 half_C[MAX_WINDOW * KEY_STRIDE];
+    alignas(16) activation_t x[WARPS * OWN_SIZE];
+    u32 row_max[WARPS * M_TILES * 16];
+    float unit_C[MAX_WINDOW];
+    alignas(8) u64 barriers[2];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
+
+// Coefficients of x in 16 tokens for 8 queries, split into halves of the activation format, as a second operand.
+struct SplitPairs {
+    u32 high[2], low[2];
+
+    DEVICE_MEMBER void split(int i, float first, float second) {
+        high[i] = (u32)float_to_activation(first) | (u32)float_to_activation(second) << 16;
+        low[i] = (u32)float_to_activation(first - activation_low(high[i])) |
+                 (u32)float_to_activation(second - activation_high(high[i])) << 16;
+    }
+};
+
+KERNEL(THREADS, MIN_CTAS)
+mamba2_readout(
+    // [T, H, P], [T, H], [T, G, N], [T, G, N]: the last dimension is dense, tokens are *_stride elements apart
+    const activation_t* x, const activation_t* dt, const activation_t* B, const activation_t* C,
+    // [H]
+    const float* A_log, const float* D, const float* dt_bias,
+    // state parts, slots are *_stride elements apart
+    STATE_PARTS_IN const activation_t* ring_x_in, const activation_t* ring_B_in, const float* ring_dt_in,
+    const int* error_flag_in,
+    // [rows]
+    const int* seq_lens, const int* window_starts, const int* window_lens, const int* state_batch_indices,
+    int num_tokens, int num_slots, int max_seq_len, int layer, ROUNDING_SCALARS int skip_prefill, int x_stride,
+    int dt_stride, int B_stride, int C_stride, STATE_PARTS_STRIDES int ring_x_stride, int ring_B_stride, int ring_dt_stride,
+    // [T, H, P] dense, then the state parts again: in place, written through these
+    activation_t* y, STATE_PARTS_OUT activation_t* ring_x, activation_t* ring_B, float* ring_dt, int* error_flag) {
+    DYNAMIC_SHARED(memory);
+    Shared& shared = *(Shared*)memory;
+    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
+    const int first_part = (int)blockIdx.x * WARPS, part = first_part + warp;
+    const int head = part / CTAS_PER_HEAD, group = first_part / CTAS_PER_HEAD / HEADS_PER_GROUP;
+    const int first_row = part % CTAS_PER_HEAD * CTA_ROWS, block_row = first_part * CTA_ROWS;
+    const int own_row = part * CTA_ROWS, B_column = group * COLUMNS;  // rows count through all heads
+    const int tile_index = part * CTA_TILES;
+    const bool first_of_group = first_part % (CTAS_PER_HEAD * HEADS_PER_GROUP) == 0, first_of_head = first_row == 0;
+
+    // All that is known before the slot, then all that the slot tells: nothing here waits for more than the row's slot.
+    const int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
+    const int start = window_starts[blockIdx.y], window_length = window_lens[blockIdx.y];
+    const LaterRow later = look_ahead(seq_lens, state_batch_indices, num_slots);
+    const bool has_slot = slot >= 0 && slot < num_slots;
+    int position_now = 0, later_position = 0;
+    float tile_scale = 1.f;  // lane i: of the warp's tile i
+    if (has_slot) {
+        position_now = position_in[offset_of(slot, position_stride) + first_part * CTA_TILES];
+        readout_copy_start(shared.tile, STATE_ROWS(slot).from(block_row), shared.barriers);
+        if (NVFP4 && lane < CTA_TILES) tile_scale = STATE_ROWS(slot).from(own_row).tile_scales[lane];
+    }
+    if (later.exists) later_position = position_in[offset_of(later.slot, position_stride) + first_part * CTA_TILES];
+    const float log_A = A_log[head], D_head = D[head], bias = dt_bias[head];
+    const Row row = make_row(slot, seq_len, start, window_length, position_now, num_tokens, num_slots, max_seq_len,
+                             MAX_HISTORY);
+    activation_t* output = y + own_row;
+    if (!row.active || row.length > MAX_WINDOW) {
+        copy_async_wait();
+        sync_threads();
+        if (has_slot) readout_copy_wait(shared.barriers);
+        if (!row.active) {
+            if (row.error && tid == 0) atomic_or(error_flag, row.error);
+            if (!row.in_range) return;
+            for (int i = lane; i < row.length * (CTA_ROWS / 8); i += 32)
+                *(uint4*)(output + (long long)(row.start + i / (CTA_ROWS / 8)) * (HEADS * ROWS) + i % (CTA_ROWS / 8) * 8) =
+                    make_uint4(0, 0, 0, 0);
+            return;
+        }
+        if (skip_prefill) return;
+        sync_threads();
+        float* stage = (float*)shared.tile;
+        for (int tile = 0; tile < WARPS * CTA_TILES; tile++) {
+            // Whole tiles one after the other, all warps on each.
+            const int rows_before = block_row + tile * TILE_ROWS, tile_head = rows_before / ROWS;
+            const SerialInputs inputs = {
+                x + (long long)row.start * x_stride + rows_before,
+                dt + (long long)row.start * dt_stride + tile_head,
+                B + (long long)row.start * B_stride + B_column,
+                C + (long long)row.start * C_stride + B_column,
+                x_stride, dt_stride, B_stride, C_stride,
+                ring_x_in + (long long)slot * ring_x_stride + rows_before,
+                ring_B_in + (long long)slot * ring_B_stride + B_column,
+                ring_dt_in + (long long)slot * ring_dt_stride + tile_head,
+                -expf(A_log[tile_head]), D[tile_head], dt_bias[tile_head]};
+            const StateRows rows = STATE_ROWS(slot).from(rows_before);
+            const SerialStores stores = {nullptr, row.length, nullptr, 0, stage, rows.checkpoint_scales};
+            for (int first = warp * 4; first < TILE_ROWS; first += WARPS * 4)
+                serial_rows<4, false>(inputs, row, first, rows.checkpoint, stores,
+                                      y + (long long)row.start * (HEADS * ROWS) + rows_before);
+            sync_threads();
+            store_staged_tile(stage, shared.row_max, rows, rows_before % ROWS,
+                              ROUNDING_KEY(tile_head, row.seq_len + row.length));
+            sync_threads();
+        }
+        if (lane < CTA_TILES)
+            position[(long long)slot * position_stride + tile_index + lane] = row.seq_len + row.length;
+        return;
+    }
+
+    const int length = row.length;
+    constexpr int B_CHUNKS = COLUMNS / 8, X_CHUNKS = CTA_ROWS / 8;
+    activation_t* own_x = shared.x + warp * OWN_SIZE;
+    int history = row.seq_len - row.checkpoint_position;
+    const bool flush = history > 0 && history + length > BUFFER_LEN;
+    // What a flush's second half needs is computed again from these: kept through the fold it would cost registers.
+    u32 slot_now = slot, start_now = start, tid_now = threadIdx.x;
+
+    // Token rows in shared memory: `past` rows of the history from `first_entry` on, `fresh` rows of the window, zeros.
+    const auto stage_tokens = [&](int past, int fresh) {
+        const int first_entry = (row.seq_len - past) % RING_LEN;
+        const activation_t* slot_ring_x = computed(ring_x_in + (offset_of((int)slot_now, ring_x_stride) + own_row));
+        const activation_t* slot_ring_B = computed(ring_B_in + (offset_of((int)slot_now, ring_B_stride) + B_column));
+        const activation_t* row_x = computed(x + (offset_of((int)start_now, x_stride) + own_row));
+        const activation_t* row_B = computed(B + (offset_of((int)start_now, B_stride) + B_column));
+#pragma unroll
+        for (int n = 0; n < (TOKEN_ROWS * B_CHUNKS + THREADS - 1) / THREADS; n++) {
+            const int i = n * THREADS + (int)tid_now, k = i / B_CHUNKS, offset = i % B_CHUNKS * 8, w = k - past;
+            if (TOKEN_ROWS * B_CHUNKS % THREADS && k >= TOKEN_ROWS) break;
+            const bool old = k < past, valid = old | (w < fresh);
+            const int entry = wrapped(first_entry + (old ? k : 0)) * (GROUPS * COLUMNS);
+            const int token = (valid & !old ? w : 0) * B_stride;
+            copy_async_16(shared.B + k * KEY_STRIDE + offset, (old ? slot_ring_B : row_B) + ((old ? entry : token) + offset),
+                          valid);
+        }
+        activation_t* own_x = shared.x + tid_now / 32 * OWN_SIZE;
+#pragma unroll
+        for (int n = 0; n < (TOKEN_ROWS * X_CHUNKS + 31) / 32; n++) {
+            const int i = n * 32 + (int)tid_now % 32, k = i / X_CHUNKS, offset = i % X_CHUNKS * 8, w = k - past;
+            if (TOKEN_ROWS * X_CHUNKS % 32 && k >= TOKEN_ROWS) break;
+            const bool old = k < past, valid = old | (w < fresh);
+            const int entry = wrapped(first_entry + (old ? k : 0)) * (HEADS * ROWS);
+            const int token = (valid & !old ? w : 0) * x_stride;
+            copy_async_16(own_x + k * OWN_STRIDE + offset, (old ? slot_ring_x : row_x) + ((old ? entry : token) + offset),
+                          valid);
+        }
+    };
+    float raw_dt = 0.f, dt_past = 0.f;
+    if (lane < length) raw_dt = activation_to_float(dt[offset_of(start + lane, dt_stride) + head]);
+    if (lane < history)
+        dt_past = ring_dt_in[offset_of(slot, ring_dt_stride) +
+                             (wrapped(row.checkpoint_position % RING_LEN + lane) * HEADS + head)];
+    stage_tokens(history, flush ? 0 : length);
+    if (flush && row.checkpoint_position > 0)
+        for (int r = lane; r < CTA_ROWS; r += 32)
+            prefetch(STATE_ROWS(slot).checkpoint + (own_row + r) * COLUMNS, COLUMNS * sizeof(state_t));
+    if (later.exists) {
+        prefetch_ring(later, later_position, [&](int entry) {
+            prefetch(ring_x_in + (offset_of(later.slot, ring_x_stride) + (entry * (HEADS * ROWS) + block_row)),
+                     CTA_STATE_ROWS * sizeof(activation_t));
+            if (first_of_group)
+                prefetch(ring_B_in + (offset_of(later.slot, ring_B_stride) + (entry * (GROUPS * COLUMNS) + B_column)),
+                         COLUMNS * sizeof(activation_t));
+            prefetch_sector(ring_dt_in + (offset_of(later.slot, ring_dt_stride) + (entry * HEADS + head)));
+        });
+        if (AHEAD_TILE && lane == 31) {
+            const StateRows rows = STATE_ROWS(later.slot).from(block_row);
+            prefetch(rows.codes, CTA_STATE_ROWS * CODE_BYTES);
+            if (NVFP4) prefetch(rows.scales, CTA_STATE_ROWS * SCALE_BYTES);
+        }
+    }
+    // The window's C as it is and in fp16, while the rings travel.
+    for (int w = warp; w < length; w += WARPS) {
+        const activation_t* from = C + (offset_of(start + w, C_stride) + B_column);
+        for (int i = lane; i < COLUMNS / 2; i += 32)
+            ((u32*)(shared.C + w * KEY_STRIDE))[i] = ((const u32*)from)[i];
+        halve_row(shared.half_C + w * KEY_STRIDE, shared.unit_C + w, from);
+    }
+    const float A = -expf(log_A);
+    const float dt_new = lane < length ? softplus(raw_dt + bias) : 0.f;
+    // Log decays: `suffix` from behind history token `lane` - 1 to the history's end, `prefix` of the window up to token
+    // `lane`. Every sum runs over its own terms: differences of one running sum would cancel.
+    float suffix = A * dt_past, prefix = A * dt_new;
+#pragma unroll
+    for (int delta = 1; delta < MAX_HISTORY; delta *= 2) {
+        const float after = shuffle_down(suffix, delta);
+        if (lane + delta < 32) suffix += after;
+    }
+#pragma unroll
+    for (int delta = 1; delta < MAX_WINDOW; delta *= 2) {
+        const float before = shuffle_up(prefix, delta);
+        if (lane >= delta) prefix += before;
+    }
+    float total = shuffle_from(suffix, 0);
+    const float behind = shuffle_down(suffix, 1);
+    const float weight = dt_past * decay_of(lane < 31 ? behind : 0.f);  // of history token `lane`, zero beyond it
+    copy_async_wait();
+    sync_threads();
+    readout_copy_wait(shared.barriers);
+
+    if (flush) {
+        hold_until_here(slot_now);
+        sync_threads();
+        build_fold_keys((float4*)shared.tile, shared.B);
+        sync_threads();
+        const auto own_values = [&](int m, int step, float(&a)[8]) {
+            u32 pairs[4];
+            load_matrix_x4_transposed(pairs, own_x + (16 * step + lane % 8 + lane / 16 * 8) * OWN_STRIDE + 16 * m +
+                                                 lane / 8 % 2 * 8);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int k = 16 * step + 8 * i + 2 * t;
+                const float even = shuffle_from(weight, k), odd = shuffle_from(weight, k + 1);
+                a[4 * i] = even * activation_low(pairs[2 * i]), a[4 * i + 1] = even * activation_low(pairs[2 * i + 1]);
+                a[4 * i + 2] = odd * activation_high(pairs[2 * i]), a[4 * i + 3] = odd * activation_high(pairs[2 * i + 1]);
+            }
+        };
+        const StateRows own_rows = STATE_ROWS((int)slot_now).from(own_row);
+        FoldedState<decltype(own_values)> folded = {own_values, (const float4*)shared.tile, own_rows,
+                                                    row.checkpoint_position > 0, decay_of(total)};
+        fold_rows(folded, shared.row_max + warp * (M_TILES * 16), own_rows, first_row, ROUNDING_KEY(head, row.seq_len));
+        sync_threads();
+        hold_until_here(slot_now), hold_until_here(start_now), hold_until_here(tid_now);
+        stage_tokens(0, length);
+        const StateRows written = STATE_ROWS((int)slot_now).from(own_row);
+        readout_copy_again(shared.tile, warp * CTA_ROWS, written);
+        if (NVFP4 && lane < CTA_TILES) tile_scale = written.tile_scales[lane];
+        history = 0, total = 0.f;
+        copy_async_wait();
+        sync_threads();
+    }
+
+    // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
+    const int first_new = row.seq_len % RING_LEN;
+    for (int i = lane; i < length * X_CHUNKS; i += 32) {
+        const int w = i / X_CHUNKS, offset = i % X_CHUNKS * 8;
+        *(uint4*)(ring_x + (offset_of(slot_now, ring_x_stride) +
+                            (wrapped(first_new + w) * (HEADS * ROWS) + own_row + offset))) =
+            *(const uint4*)(own_x + (history + w) * OWN_STRIDE + offset);
+    }
+    if (first_of_group)
+        for (int i = tid; i < length * B_CHUNKS; i += THREADS) {
+            const int w = i / B_CHUNKS, offset = i % B_CHUNKS * 8;
+            *(uint4*)(ring_B + (offset_of(slot_now, ring_B_stride) +
+                                (wrapped(first_new + w) * (GROUPS * COLUMNS) + B_column + offset))) = *(const uint4*)(shared.B + (history + w) * KEY_STRIDE + offset);
+        }
+    if (first_of_head && lane < length)
+        ring_dt[offset_of(slot_now, ring_dt_stride) + (wrapped(first_new + lane) * HEADS + head)] = dt_new;
+    if ((flush || row.seq_len == 0) && lane < CTA_TILES)
+        position[offset_of(slot_now, position_stride) + tile_index + lane] = row.seq_len;
+
+    // B . C of every (query, token) pair: query g, and g + 8 in a second tile; tokens 2 t and 2 t + 1 of every eight.
+    const auto query_row = [&](int n) { return (n * 8 + g < MAX_WINDOW ? n * 8 + g : MAX_WINDOW - 1) * KEY_STRIDE; };
+    float score[2 * TOKEN_STEPS][4] = {};
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        const int column = 16 * step + 4 * t;
+        const uint2 first = *(const uint2*)(shared.C + query_row(0) + column);
+        uint2 second = make_uint2(0, 0);
+        if (QUERY_TILES > 1) second = *(const uint2*)(shared.C + query_row(1) + column);
+#pragma unroll
+        for (int k8 = 0; k8 < 2 * TOKEN_STEPS; k8++) {
+            const uint2 b = *(const uint2*)(shared.B + (k8 * 8 + g) * KEY_STRIDE + column);
+            mma_16bit<ACTIVATION_FORMAT>(score[k8], first.x, second.x, first.y, second.y, b.x, b.y);
+        }
+    }
+    // Coefficients of x: decay, dt and B . C; D sits on the diagonal.
+    SplitPairs coefficients[QUERY_TILES][TOKEN_STEPS];
+    const float window_decay = decay_of(prefix);
+    float unscale[QUERY_TILES];  // of fp16 coefficients of query g
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; n++) {
+        const int w = MAX_WINDOW == 1 ? 0 : n * 8 + g;
+        const float query_decay = shuffle_from(window_decay, w), query_prefix = shuffle_from(prefix, w);
+        float value[TOKEN_STEPS][4];
+#pragma unroll
+        for (int i = 0; i < 4 * TOKEN_STEPS; i++) {
+            const int k = i / 2 * 8 + 2 * t + i % 2, j = k - history;
+            const float past = shuffle_from(weight, k) * query_decay, dot = score[i / 2][2 * n + i % 2];
+            const int from = MAX_WINDOW == 1 ? 0 : j & 31;
+            float fresh = shuffle_from(dt_new, from);
+            if (MAX_WINDOW > 1) {
+                const float exponent = query_prefix - shuffle_from(prefix, from);
+                fresh *= j == w ? 1.f : decay_of(exponent);
+            }
+            const float scaled = (j < 0 ? past : fresh) * dot;
+            value[i / 4][i % 4] = j > w ? 0.f : j == w ? scaled + D_head : scaled;
+        }
+        float factor = 1.f;
+        unscale[n] = 1.f;
+        if constexpr (ACTIVATION_FORMAT == FORMAT_FP16) {
+            // Their range is small: the largest of a query becomes 2^14.
+            u32 largest = 0;
+#pragma unroll
+            for (int i = 0; i < 4 * TOKEN_STEPS; i++) {
+                const u32 bits = float_to_bits(value[i / 4][i % 4]) & 0x7fffffffu;
+                largest = bits > largest ? bits : largest;
+            }
+            int field = 268 - (int)(quad_max(largest) >> 23);
+            field = field > 240 ? 240 : field < 1 ? 1 : field;
+            factor = power_of_two(field), unscale[n] = power_of_two(254 - field);
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * TOKEN_STEPS; i++)
+            coefficients[n][i / 2].split(i % 2, value[i / 2][i % 2 * 2] * factor, value[i / 2][i % 2 * 2 + 1] * factor);
+    }
+
+    // What turns products into outputs of queries 2 t and 2 t + 1 of every eight.
+    const float own_unit = decay_of(total + prefix) * (lane < length ? shared.unit_C[lane] : 0.f);
+    float unit[QUERY_TILES][2], undo[QUERY_TILES][2];
+    u32 query[QUERY_TILES][STEPS][2];
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; n++) {
+        load_query(shared.half_C + query_row(n), query[n]);
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            unit[n][e] = shuffle_from(own_unit, MAX_WINDOW == 1 ? 0 : n * 8 + 2 * t + e);
+            undo[n][e] = ACTIVATION_FORMAT == FORMAT_FP16 ? shuffle_from(unscale[n], 4 * (2 * t + e)) : 1.f;
+        }
+    }
+    sync_warp();  // the appended rows of x have been read
+    const bool has_state = row.checkpoint_position > 0 || flush;
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++) {
+        float sum[QUERY_TILES][4] = {}, product[QUERY_TILES][4] = {};
+#pragma unroll
+        for (int step = 0; step < TOKEN_STEPS; step++) {
+            u32 a[4];
+            load_matrix_x4_transposed(
+                a, own_x + (16 * step + lane % 8 + lane / 16 * 8) * OWN_STRIDE + 16 * m + lane / 8 % 2 * 8);
+#pragma unroll
+            for (int n = 0; n < QUERY_TILES; n++) {
+                const SplitPairs& b = coefficients[n][step];
+                mma_16bit<ACTIVATION_FORMAT>(sum[n], a[0], a[1], a[2], a[3], b.high[0], b.high[1]);
+                mma_16bit<ACTIVATION_FORMAT>(sum[n], a[0], a[1], a[2], a[3], b.low[0], b.low[1]);
+            }
+        }
+        float row_scale[2] = {1.f, 1.f};
+        if (has_state) {
+            const int at = warp * CTA_ROWS + 16 * m + g;
+            dot_readout<QUERY_TILES, MAX_WINDOW == 1>(product, shared.tile + at * CODE_STRIDE,
+                                                      shared.tile + CODES_SIZE + at * SCALE_BYTES, query);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (16 * m + 8 * half >= CTA_ROWS) continue;
+                row_scale[half] = NVFP4 ? shuffle_from(tile_scale, (16 * m + 8 * half) / TILE_ROWS)
+                                        : e4m3_scale(STATE_ROWS((int)slot_now).scales[(own_row + 16 * m + 8 * half + g)]);
+            }
+        }
+        // Outputs replace the x of tokens that this matrix step was the last to read.
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int w = MAX_WINDOW == 1 ? t + i % 2 : n * 8 + 2 * t + i % 2;
+                const float state = has_state ? product[n][i] * unit[n][i % 2] * row_scale[i / 2] : 0.f;
+                if (w < length)
+                    own_x[w * OWN_STRIDE + 16 * m + g + 8 * (i / 2)] =
+                        float_to_activation(sum[n][i] * undo[n][i % 2] + state);
+            }
+    }
+    sync_warp();
+    for (int i = lane; i < length * X_CHUNKS; i += 32) {
+        const int w = i / X_CHUNKS, offset = i % X_CHUNKS * 8;
+        *(uint4*)(y + (offset_of((int)start_now + w, HEADS * ROWS) + (own_row + offset))) =
+            *(const uint4*)(own_x + w * OWN_STRIDE + offset);
+    }
+}

@@ -1,0 +1,92 @@
+// How a checkpoint's numbers are stored and rounded (plugins/contract.py, "State formats"). The operator's source defines
+// COLUMNS; the build stamps in STATE_FORMAT and, where rounding is stochastic, STOCHASTIC.
+#pragma once
+#include "formats.cuh"
+
+#ifndef STOCHASTIC
+#define STOCHASTIC 0
+#endif
+
+#if STATE_FORMAT == FORMAT_FP32
+typedef float state_t;
+#elif STATE_FORMAT == FORMAT_FP8
+typedef unsigned char state_t;
+#else
+typedef u16 state_t;
+#endif
+
+// An e4m3 number without the scale of its row.
+DEVICE float e4m3_to_float(u32 code) {
+    return bits_to_float((code & 0x7fu) << 20 | (code & 0x80u) << 24) * 0x1p120f;
+}
+// The power of two of a row of e4m3 numbers; NaN for 255.
+DEVICE float e4m3_scale(unsigned char field) {
+    return field == 255 ? bits_to_float(0x7fffffffu) : bits_to_float((u32)field << 23);
+}
+// Nearest e4m3 number, ties to even, of a value below 464; subnormals are multiples of 2^-9.
+DEVICE u32 float_to_e4m3(float value) {
+    const u32 bits = float_to_bits(value), magnitude = bits & 0x7fffffffu;
+    const u32 normal = (magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) - (120u << 23);
+    const u32 subnormal = float_to_bits(bits_to_float(magnitude) + 16384.f) - float_to_bits(16384.f);
+    return (magnitude < (121u << 23) ? subnormal : normal >> 20) | (bits >> 24 & 0x80u);
+}
+
+DEVICE float state_to_float(state_t value) {
+    if constexpr (STATE_FORMAT == FORMAT_FP32) return (float)value;
+    if constexpr (STATE_FORMAT == FORMAT_FP8) return e4m3_to_float((u32)value);
+    if constexpr (STATE_FORMAT == FORMAT_BF16) return bits_to_float((u32)value << 16);
+    return fp16_to_float((u16)value);
+}
+// Of fp8, a value that its row's scale divides already.
+DEVICE state_t float_to_state(float value) {
+    if constexpr (STATE_FORMAT == FORMAT_FP32) return (state_t)value;
+    if constexpr (STATE_FORMAT == FORMAT_FP8) return (state_t)float_to_e4m3(value);
+    if constexpr (STATE_FORMAT == FORMAT_BF16) return (state_t)float_to_bf16(value);
+    return (state_t)float_to_fp16(value);
+}
+DEVICE float round_to_state(float value) { return state_to_float(float_to_state(value)); }
+
+// ------------------------------------------------------------------------------------------ stochastic rounding
+
+// What the random bits of a head's elements depend on besides their place. position: the new c.
+struct RoundingKey {
+    u32 seed, head, position, layer;
+};
+
+// Philox4x32-10 of the counter `words`, in place, with the key (seed, 0).
+DEVICE void philox(u32 (&words)[4], u32 seed) {
+    u32 key0 = seed, key1 = 0;
+#pragma unroll
+    for (int round = 0; round < 10; round++) {
+        const u64 first = (u64)0xd2511f53u * words[0], second = (u64)0xcd9e8d57u * words[2];
+        words[0] = (u32)(second >> 32) ^ words[1] ^ key0;
+        words[2] = (u32)(first >> 32) ^ words[3] ^ key1;
+        words[1] = (u32)second;
+        words[3] = (u32)first;
+        key0 += 0x9e3779b9u;
+        key1 += 0xbb67ae85u;
+    }
+}
+
+// Random bits of 8 elements of `row`: columns `column` + 0 to 3 and + 16 to 19, where column % 32 is 0, 4, 8 or 12.
+// Element i has bits 16 (i % 2) .. 16 (i % 2) + 15 of word i / 2.
+DEVICE void random_words(u32 (&words)[4], const RoundingKey& key, int row, int column) {
+    constexpr int GROUPS_PER_ROW = 4 * ((COLUMNS + 31) / 32);
+    words[0] = (u32)(row * GROUPS_PER_ROW + 4 * (column / 32) + column % 16 / 4);
+    words[1] = key.head, words[2] = key.position, words[3] = key.layer;
+    philox(words, key.seed);
+}
+DEVICE u32 random_bits(const u32 (&words)[4], int i) { return i % 2 ? words[i / 2] >> 16 : words[i / 2] & 0xffffu; }
+
+// A number that float_to_state keeps: `value` rounded up or down with 16 random bits. Scaled so that fp32 has the format's
+// exponents, its bits are a count of the format's finest steps, subnormal or not: adding to them and cutting them off is
+// all there is to it. Of fp8, a value that its row's scale divides already.
+DEVICE float round_stochastic(float value, u32 random) {
+    if constexpr (STATE_FORMAT == FORMAT_FP32) return value;
+    constexpr bool WIDE = STATE_FORMAT == FORMAT_BF16, BYTE = STATE_FORMAT == FORMAT_FP8;
+    const float down = WIDE ? 1.f : BYTE ? 0x1p-120f : 0x1p-112f, up = WIDE ? 1.f : BYTE ? 0x1p120f : 0x1p112f;
+    const u32 addend = WIDE ? random : BYTE ? random << 4 | 8u : random >> 3;
+    const u32 cut = WIDE ? 0xffff0000u : BYTE ? 0xfff00000u : 0xffffe000u;
+    const float rounded = bits_to_float((float_to_bits(value * down) + addend) & cut) * up;
+    return value == value ? rounded : value;
+}

@@ -1,0 +1,126 @@
+"""Launch geometry of the readout kernels (`kernels/*_readout.cu`), beside `plugins.geometry` for all others.
+
+They serve settings whose outputs read a low-precision copy of the state, or an fp8 checkpoint. A warp owns `CTA_ROWS`
+rows of a head and works alone; the warps of a block belong to one group.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from replayssm.plugins import geometry as geo
+from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError, round_up
+
+READOUTS = {"same": 0, "float8": 1, "nvfp4": 2}
+"""READOUT_* of kernels/formats.cuh."""
+
+TABLE: dict[tuple[str, str, int, int], tuple[int, int, int]] = {}
+"""(kernel, readout, rows of a head, window class) -> (rows per warp, warps per block, blocks per multiprocessor)."""
+
+WARPS = 4
+"""Warps of a block where the heads of a group allow as many."""
+
+REGISTERS_WANTED = 80
+"""Registers per thread below which the kernels would spill."""
+
+
+@cache
+def readout_config(
+    geometry: Mamba2Geometry | GdnGeometry,
+    settings: ReplaySettings,
+    arch: int,
+    embedded: bool = False,
+    cta_rows: int | None = None,
+    ahead_rows: int | None = None,
+    cta_warps: int | None = None,
+    min_ctas: int | None = None,
+    ahead_tile: bool = False,
+) -> KernelConfig:
+    """Decode and verify kernel of a layer whose outputs read a copy of the state.
+
+    embedded: restrict shared memory to what a TensorRT plugin may use. cta_rows (rows of a warp), cta_warps, min_ctas,
+    ahead_rows, ahead_tile: overrides, for measurements.
+    """
+    heads, rows, columns = geometry.state_shape
+    kernel = f"{geometry.kind}_readout"
+    if columns % 32:
+        raise UnsupportedGeometryError(f"{kernel} needs state columns in 32s, got {columns}")
+    limits = geo.architecture(arch)
+    capacity = min(limits.shared_per_block, geo.EMBEDDED_SHARED_BYTES) if embedded else limits.shared_per_block
+    wide = TABLE.get((kernel, settings.readout_dtype, rows, settings.max_window), (None, WARPS, None))
+    fitting = [
+        (warps, count)
+        for warps in ([cta_warps] if cta_warps else range(wide[1], 0, -1))
+        for count in sorted(geo.row_candidates(rows, geometry.row_tiles), reverse=True)
+        if count <= (cta_rows or wide[0] or _default_rows(geometry))
+        and (cta_rows in (None, count))
+        and geometry.heads_per_group * (rows // count) % warps == 0
+        and _shared_bytes(kernel, geometry, settings, count, warps) <= capacity
+    ]
+    if not fitting:
+        raise UnsupportedGeometryError(
+            f"{kernel}: no block of whole row tiles ({geometry.row_tiles} of {rows} x {columns}) fits {capacity} bytes of "
+            f"shared memory"
+        )
+    warps, count = max(fitting, key=lambda one: (one[0], one[1]))
+    shared, threads = _shared_bytes(kernel, geometry, settings, count, warps), 32 * warps
+    if min_ctas is None:
+        registers = geo.REGISTERS_PER_SM // (threads * REGISTERS_WANTED)
+        min_ctas = max(1, min(wide[2] or registers, limits.shared_per_sm // (shared + 1024), 16))
+    blocks = heads * (rows // count) // warps
+    if ahead_rows is None:
+        ahead_rows = geo._ahead_rows(limits, min_ctas, blocks, warps * count * columns)
+    defines = {
+        **geo.geometry_defines(geometry),
+        "ROW_TILES": geometry.row_tiles,
+        "CTA_ROWS": count,
+        "CTA_WARPS": warps,
+        "BUFFER_LEN": settings.buffer_len,
+        "MAX_WINDOW": settings.max_window,
+        "STATE_FORMAT": geo.STATE_FORMATS[settings.state_dtype],
+        "STOCHASTIC": int(settings.state_rounding == "stochastic"),
+        "READOUT_FORMAT": READOUTS[settings.readout_dtype],
+        "ACTIVATION_FORMAT": geo.FORMATS[settings.activation_dtype],
+        "BULK_COPY": int(limits.bulk_copy),
+        "MIN_CTAS": min_ctas,
+        "AHEAD_ROWS": ahead_rows,
+        "AHEAD_TILE": int(ahead_tile),
+        "SHARED_BYTES": shared,
+    }
+    if geometry.kind == "gdn":
+        defines |= {
+            "U_PLANES": settings.u_planes[0],
+            "U_EXACT": 0,
+            "U_FROM_CHECKPOINT": int(settings.u_source == "checkpoint"),
+        }
+    return KernelConfig(kernel, tuple(sorted(defines.items())), blocks, threads, shared)
+
+
+def _default_rows(geometry: Mamba2Geometry | GdnGeometry) -> int:
+    """Rows of a warp: a head of Mamba2; of GDN, whose heads are larger and whose warps do more for each row, less."""
+    return 96 if geometry.kind == "mamba2" else 64
+
+
+def _shared_bytes(
+    kernel: str, geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, cta_rows: int, warps: int
+) -> int:
+    """sizeof(Shared) of the kernel, which checks it at compile time."""
+    rows, columns = geometry.state_shape[1:]
+    window, nvfp4 = settings.max_window, settings.readout_dtype == "nvfp4"
+    tokens = round_up(max(settings.buffer_len, window), 16)
+    padded = round_up(cta_rows, 16)
+    code_stride, scale_bytes = (columns // 2, columns // 16) if nvfp4 else (columns + 16, 1)
+    state_rows = warps * cta_rows + 8
+    readout = round_up(state_rows * code_stride, 128) + round_up(state_rows * scale_bytes, 128)
+    fold_keys = tokens // 16 * columns // 8 * 512
+    stage = rows // geometry.row_tiles * columns * 4
+    tile = max(readout, fold_keys, stage)
+    key = (columns + 16) * 2
+    own = (padded + 8) * 2
+    row_max = warps * padded * 4
+    if geometry.kind == "mamba2":
+        total = tile + tokens * key + 2 * window * key + warps * tokens * own + row_max + window * 4
+    else:
+        raise UnsupportedGeometryError("gdn_readout is not written yet")
+    return round_up(round_up(total, 8) + 16, 128)
