@@ -18,6 +18,8 @@ class Batch:
         attention backend has no such tensor.
     seq_lens: int32 [contexts + decodes] on the device, tokens of each row in this call; None likewise.
     continues: whether a prompt row may start from a state that is in the pool (chunked prefill).
+
+    Nothing here keeps a state manager or its pools alive.
     """
 
     contexts: int
@@ -27,20 +29,16 @@ class Batch:
     kv_lens: torch.Tensor | None
     seq_lens: torch.Tensor | None
     continues: bool
-    manager: Any
 
     @classmethod
-    def read(cls, attn_metadata: Any, mamba_metadata: Any) -> Batch | None:
-        """None for a call without a state pool (some warm-ups)."""
-        manager = getattr(attn_metadata, "kv_cache_manager", None)
-        if manager is None:
-            return None
+    def read(cls, attn_metadata: Any, mamba_metadata: Any) -> Batch:
+        """The batch of a call with a state manager."""
         contexts = int(attn_metadata.num_contexts)
         rows = int(attn_metadata.seq_lens.shape[0])
         indices = getattr(mamba_metadata, "state_indices", None)
         if indices is None:
             # The first versions asked the manager.
-            indices = manager.get_state_indices()
+            indices = attn_metadata.kv_cache_manager.get_state_indices()
         decodes = rows - contexts
         return cls(
             contexts=contexts,
@@ -50,8 +48,12 @@ class Batch:
             kv_lens=_rows_of(getattr(attn_metadata, "kv_lens_cuda", None), rows, indices.device),
             seq_lens=_rows_of(getattr(attn_metadata, "seq_lens_cuda", None), rows, indices.device),
             continues=contexts > 0 and bool(getattr(mamba_metadata, "use_initial_states", True)),
-            manager=manager,
         )
+
+    def is_of(self, attn_metadata: Any) -> bool:
+        """Whether another mixer's metadata can be of the same call."""
+        rows = int(attn_metadata.seq_lens.shape[0])
+        return attn_metadata.num_contexts == self.contexts and rows == self.contexts + self.decodes
 
 
 def _rows_of(tensor: Any, rows: int, device: torch.device) -> torch.Tensor | None:

@@ -70,7 +70,9 @@ def _wrapped(replay: ReplayModel, layer: Layer, forward: Callable, signature: in
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             raise RuntimeError("ReplaySSM does not work under torch.compile: set torch_compile_config to null")
-        arguments = signature.bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
         if not replay.enter(layer, arguments["attn_metadata"], arguments["mamba_metadata"]):
             return forward(*args, **kwargs)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -44,7 +45,7 @@ def replace_global(function: Callable, name: str) -> Callable:
 
     Raises RefusedError if nothing of that name is there.
     """
-    namespace = getattr(function, "__globals__", {})
+    namespace = getattr(inspect.unwrap(function), "__globals__", {})
     found = namespace.get(name)
     if not callable(found):
         raise RefusedError(f"{getattr(function, '__module__', '?')} has no decode operator {name!r}")
@@ -123,7 +124,20 @@ class Layer(ABC):
             tensors[part.name] = torch.zeros(shape, dtype=torch_dtype(part.dtype), device=pool.device)
         assert list(tensors) == [part.name for part in state_parts(geometry, settings)]
         self.state = LayerState(geometry, settings, tensors, error_flag)
-        self.served = False
+        self._pool_key, self.served = memory_key(pool), False
+
+    def lies_over(self, pool: torch.Tensor) -> bool:
+        """Whether the state was attached to the memory of `pool`."""
+        return self.state is not None and self._pool_key == memory_key(pool)
+
+    def bind(self, pool: torch.Tensor) -> None:
+        """Hold the pool for the time of a call. TensorRT-LLM frees pools, so nobody else may keep them alive."""
+        assert self.state is not None
+        self.state.tensors["checkpoint"] = pool
+
+    def unbind(self) -> None:
+        if self.state is not None:
+            self.state.tensors["checkpoint"] = None
 
     @property
     def ring_bytes(self) -> int:
@@ -140,6 +154,7 @@ class Layer(ABC):
 
     def leave(self) -> None:
         self.batch = self.rows = _running.layer = None
+        self.unbind()
 
     def serves(self, pool: torch.Tensor, slots: torch.Tensor | None, tokens: int) -> bool:
         """Whether a call of the decode operator is the one-token step of this batch on this layer's pool."""
@@ -147,12 +162,7 @@ class Layer(ABC):
         if batch is None or rows is None or self.state is None or slots is None or not batch.one_token:
             return False
         own = batch.slots[batch.contexts :]
-        return (
-            tokens == batch.decodes
-            and same_memory(pool, self.state["checkpoint"])
-            and same_memory(slots, own)
-            and slots.dtype == own.dtype
-        )
+        return tokens == batch.decodes and same_memory(pool, self.state["checkpoint"]) and same_memory(slots, own)
 
     def operands(self) -> tuple[LayerState, Rows]:
         """State and rows of the step that is being computed by replay; notes that it is."""
@@ -186,4 +196,9 @@ class Layer(ABC):
 
 def same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors are the same view of the same memory."""
-    return first.shape == second.shape and first.stride() == second.stride() and first.data_ptr() == second.data_ptr()
+    return memory_key(first) == memory_key(second)
+
+
+def memory_key(tensor: torch.Tensor) -> tuple:
+    """Equal for two tensors that are the same view of the same memory."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from replayssm.plugins.geometry import UnsupportedGeometryError, window_config
 from replayssm.plugins.launch import device_arch
 
 from .batch import Batch, state_pool
-from .layer import MAX_SEQ_LEN, Layer, same_memory
+from .layer import MAX_SEQ_LEN, Layer
 from .probe import check_operator
 from .safety import check_manager
 from .settings import RefusedError, Settings, say, say_refused
@@ -40,25 +41,25 @@ class ReplayModel:
         self._captured = False
         self._stopping: str | None = None
         self._errors: _ErrorWatch | None = None
+        self._tried: set[tuple] = set()
 
     # ---------------------------------------------------------------- one call of a mixer
 
     def enter(self, layer: Layer, attn_metadata: Any, mamba_metadata: Any) -> bool:
         """Before a mixer's forward. False if the call is none of ours."""
-        batch = Batch.read(attn_metadata, mamba_metadata)
-        if batch is None:
-            return False
+        manager = getattr(attn_metadata, "kv_cache_manager", None)
+        if manager is None:
+            return False  # some warm-ups
         # Layers run in order; pipeline ranks skip some of them. An earlier one, or the same again, begins a new call.
         number = self._order[id(layer)]
         if number <= self._last:
-            self._begin(layer, batch)
+            self._begin_or_refuse(layer, attn_metadata, mamba_metadata)
         self._last = number
         if self.stopped:
             return False
-        begun = self._batch
-        if begun is None or not same_memory(batch.slots, begun.slots) or batch.contexts != begun.contexts:
+        if self._batch is None or not self._batch.is_of(attn_metadata):
             raise RuntimeError("ReplaySSM: the mixers of one forward call were given different batches")
-        layer.enter(batch, self._rows)
+        layer.enter(self._batch, self._rows)
         return True
 
     def check(self, layer: Layer) -> None:
@@ -76,28 +77,49 @@ class ReplayModel:
 
     # ---------------------------------------------------------------- one forward call of the model
 
-    def _begin(self, layer: Layer, batch: Batch) -> None:
+    def _begin_or_refuse(self, layer: Layer, attn_metadata: Any, mamba_metadata: Any) -> None:
+        """Until replay has begun, whatever goes wrong is a reason not to begin; afterwards it is an error."""
+        try:
+            self._begin(layer, attn_metadata.kv_cache_manager, Batch.read(attn_metadata, mamba_metadata))
+        except RefusedError as reason:
+            self._refuse(reason)
+        except Exception as error:
+            if self.steps is not None:
+                raise
+            self._refuse(f"{type(error).__name__}: {error}")
+
+    def _refuse(self, reason: object) -> None:
+        self.stopped = True
+        self._release()
+        say_refused(reason)
+
+    def _begin(self, layer: Layer, manager: Any, batch: Batch) -> None:
         capturing = batch.slots.is_cuda and torch.cuda.is_current_stream_capturing()
         self._batch, self._rows = batch, None
+        pools = self._pools(manager)
+        changed = any(not own.lies_over(pool) for own, pool in pools.items())
         if self._stopping is not None:
-            self._stop(self._stopping)
+            self._stop({} if changed else pools)
             return
-        pool = state_pool(batch.manager, layer.index)
-        if layer.state is None or not same_memory(pool, layer.state["checkpoint"]):
+        if changed or not pools:
             if capturing:
                 raise RuntimeError("ReplaySSM: the state pool changed without a call outside of graph capture")
-            try:
-                self._set_up(batch)
-            except RefusedError as reason:
-                self.stopped = True
-                self._release()
-                say_refused(reason)
-                return
+            self._set_up(manager, pools)
+        for own, pool in pools.items():
+            own.bind(pool)
         self._captured = self._captured or capturing
         if not capturing:
             self._errors.check()
         self._update_constants()
         self._take(batch)
+
+    def _pools(self, manager: Any) -> dict[Layer, torch.Tensor]:
+        """The layers that have a pool: all but those of other pipeline ranks."""
+        pools = {}
+        for layer in self.layers:
+            with contextlib.suppress(KeyError, IndexError):
+                pools[layer] = state_pool(manager, layer.index)
+        return pools
 
     def _take(self, batch: Batch) -> None:
         """Note what the batch does to the slots, and make the pool current wherever TensorRT-LLM will read it."""
@@ -127,28 +149,22 @@ class ReplayModel:
     # ---------------------------------------------------------------- beginning and end
 
     @torch.inference_mode(False)
-    def _set_up(self, batch: Batch) -> None:
-        """Lay replay over the pools of `batch`'s manager; all slots start with a current pool."""
-        check_manager(batch.manager, self.settings)
-        pools = {}
-        for layer in self.layers:
-            layer.state = None
-            try:
-                pools[layer] = state_pool(batch.manager, layer.index)
-            except (KeyError, IndexError):
-                continue  # a layer of another pipeline rank
+    def _set_up(self, manager: Any, pools: dict[Layer, torch.Tensor]) -> None:
+        """Lay replay over the pools of `manager`; all slots start with a current pool."""
+        check_manager(manager, self.settings)
+        self._release()
         if not pools:
             raise RefusedError("the state manager has no pool for any layer of this rank")
         first, pool = next(iter(pools.items()))
         replay = self._replay_settings(first, pool)
         self._require_kernels(pools, replay, pool.device)
-        tried = set()
         for layer, own in pools.items():
             layer.activation_dtype = getattr(torch, replay.activation_dtype)
-            if layer.geometry() not in tried:
+            trial = (layer.geometry(), replay)
+            if trial not in self._tried:
                 self._update_constants_of(layer)
                 check_operator(layer, own, replay)
-                tried.add(layer.geometry())
+                self._tried.add(trial)
         self._allocate(pools, replay, pool.device)
 
     def _replay_settings(self, layer: Layer, pool: torch.Tensor) -> ReplaySettings:
@@ -209,15 +225,18 @@ class ReplayModel:
                 "kv_cache_config.free_gpu_memory_fraction or max_batch_size"
             )
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, pools: dict[Layer, torch.Tensor]) -> None:
         """Hand everything back: the pools become current, and TensorRT-LLM's operators go on from there."""
         assert self.steps is not None
-        every = torch.arange(self.steps.expected.shape[0], device=self.steps.expected.device)
+        for layer, pool in pools.items():
+            layer.bind(pool)
         self._update_constants()
-        self._write_back(every, self.steps.expected)
+        if pools:  # else they are new ones, which hold no history
+            every = torch.arange(self.steps.expected.shape[0], device=self.steps.expected.device)
+            self._write_back(every, self.steps.expected)
         self.stopped = True
         self._release()
-        say(f"stopped, TensorRT-LLM's operators go on: {reason}", warning=True)
+        say(f"stopped, TensorRT-LLM's operators go on: {self._stopping}", warning=True)
 
     def _release(self) -> None:
         for layer in self.layers:

@@ -50,7 +50,7 @@ def check_operator(layer: Layer, pool: torch.Tensor, settings: ReplaySettings) -
             expected.append(options.get("out", result))
             slots = own_options.get("state_batch_indices", own_options.get("initial_state_indices"))
             lens = torch.full((1,), token + 1, dtype=torch.int32, device=pool.device)
-            batch = Batch(0, 1, slots, True, lens, None, False, None)
+            batch = Batch(0, 1, slots, True, lens, None, False)
             layer.enter(batch, steps.advance(batch))
             result = layer.decode(*own_args, **own_options)
             got.append(own_options.get("out", result))

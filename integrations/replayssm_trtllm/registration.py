@@ -83,7 +83,9 @@ def _base_class(mapping: dict[str, type], architecture: str, module_name: str, c
     """The class that serves `architecture` without us; None if this version has none."""
     try:
         module = importlib.import_module(f"tensorrt_llm._torch.models.{module_name}")
-    except ImportError:
+    except Exception as error:
+        # A model that this installation cannot import is none of ours, and must not stop the one that is served.
+        say(f"{class_name} is left out: {module_name} does not import ({type(error).__name__}: {error})")
         module = None
     found = mapping.get(architecture)
     if found is None and architecture == class_name:

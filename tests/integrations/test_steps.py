@@ -26,7 +26,7 @@ def ints(*values: int) -> torch.Tensor:
 
 
 def make_batch(package, slots, kv_lens=None, contexts: int = 0, seq_lens=None):
-    return package.Batch(contexts, len(slots) - contexts, ints(*slots), True, kv_lens, seq_lens, contexts > 0, None)
+    return package.Batch(contexts, len(slots) - contexts, ints(*slots), True, kv_lens, seq_lens, contexts > 0)
 
 
 def test_a_shared_padding_slot_is_computed_once(package):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -102,6 +104,7 @@ def test_version_with_one_of_the_models(trtllm):
     for name in ("modeling_qwen3_next", "modeling_qwen3_5"):
         sys.modules[f"tensorrt_llm._torch.models.{name}"] = None  # import raises ImportError
     assert trtllm.load().REGISTERED == ["NemotronHForCausalLM", "NemotronHPuzzleForCausalLM"]
+    assert any("Qwen3NextForCausalLM is left out" in line for line in trtllm.lines("info"))
 
 
 def test_missing_compiler(trtllm, monkeypatch):
@@ -293,14 +296,14 @@ def test_rings_that_do_not_fit(on_cuda, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     # 500 bytes are free and 500 more are torch's own; rings may take 90 % of both.
     replay._require_memory(900, 4, torch.device("cuda"))
-    with pytest.raises(refused, match=r"the rings of 4 slots need .* free_gpu_memory_fraction or max_batch_size"):
+    with pytest.raises(refused, match=r"the rings of 4 slots need .*free_gpu_memory_fraction or max_batch_size"):
         replay._require_memory(901, 4, torch.device("cuda"))
 
 
 def test_sizes_without_a_kernel(on_cuda):
     replay, layer, refused = on_cuda
     settings = replay._replay_settings(layer, torch.zeros(1, 4, 8, 16))
-    with pytest.raises(refused, match="no kernel for this model on this GPU: .*activations are float32"):
+    with pytest.raises(refused, match=r"no kernel for this model on this GPU: .*activations are float32"):
         replay._require_kernels({layer: None}, settings, torch.device("cuda"))
     layer.mixer.conv1d.bfloat16()
     settings = replay._replay_settings(layer, torch.zeros(1, 4, 8, 16))
@@ -463,6 +466,30 @@ def test_new_pool(trtllm, pair):
         executor.done.clear()
     assert run_some(served) < EXACT
     assert sum("active for 2 recurrent layers" in line for line in trtllm.lines("info")) == 2
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
+def test_pools_are_not_kept_alive(pair, kind):
+    """TensorRT-LLM frees the pools of its estimate before it makes the real ones, and C++ pools under their views."""
+    served = pair(kind)
+    run_some(served, 3)
+    served.step([(3, 2)], [1])
+    executor = served.ours
+    watched = [weakref.ref(executor.manager), weakref.ref(executor.manager.ssm_states)]
+    executor.manager = executor.metadata.kv_cache_manager = None
+    gc.collect()
+    assert [watch() for watch in watched] == [None, None]
+
+
+def test_metadata_of_an_unknown_form(trtllm, pair):
+    """What is wrong before replay began is a reason not to begin."""
+    served = pair()
+    metadata = sys.modules["replayssm_trtllm.batch"].Batch
+    real, metadata.read = metadata.read, lambda *args: 1 / 0
+    try:
+        assert_untouched(trtllm, served, "ZeroDivisionError: division by zero")
+    finally:
+        metadata.read = real
 
 
 def test_call_without_a_pool(pair):
