@@ -231,6 +231,13 @@ class StepGraphs:
         self._rows, self._windows = row_buckets(slots), window_classes(max_window)
         self._graphs: dict[tuple[int, int, bool], StepGraph] = {}
 
+    def prepare(self) -> None:
+        """Capture decode steps and whole verify windows of every number of rows, so that no request waits for it."""
+        # The largest first: the others then find their memory in the pool.
+        for rows in reversed(self._rows):
+            for window in {self._windows[-1], 1}:
+                self.get(rows, window)
+
     def get(self, rows: int, window: int, sampled: bool = False) -> StepGraph:
         """The smallest graph for `rows` rows whose longest window has `window` tokens."""
         row_bucket = self._rows[bisect_left(self._rows, rows)]

@@ -283,13 +283,16 @@ class Session:
         return graphs.get(rows, window)
 
     def warm_up(self) -> None:
-        """Run a token in a free slot and forget it: one-time costs of imports and kernels are then paid.
+        """Run a token in a free slot and forget it: one-time costs of imports, kernels and graphs are then paid.
 
         Raises EngineDirectoryError if the engine's networks cannot be run.
         """
         slot = self.allocate()
         try:
             result = self.step([Row(slot, [0])])
+            graphs = self._programs["main"].graphs
+            if graphs is not None and self.device.type == "cuda":
+                graphs.prepare()
             if "mtp" in self._programs:
                 self.draft_step([DraftRow(slot, [0], 0, result.hidden_states)])
         except (LookupError, TypeError, AttributeError, RuntimeError, MemoryError) as error:

@@ -28,7 +28,6 @@ gpu = pytest.param(
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
 )
 devices = pytest.mark.parametrize("device", [emulation, gpu])
-dtypes = pytest.mark.parametrize("dtype", UNIT, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +72,10 @@ def wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 @devices
-@dtypes
-@pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("columns", [64, 3136, 2560])
+@pytest.mark.parametrize(
+    ("columns", "zero_centered", "dtype"),
+    [(64, True, torch.float16), (3136, False, torch.bfloat16), (2560, True, torch.bfloat16)],
+)
 def test_rms_norm(columns: int, zero_centered: bool, dtype: torch.dtype, device: str) -> None:
     x, weight = sliced(dtype, device, 3, columns), torch.randn(columns, device=device)
     got = elementwise.rms_norm(x, weight, 1e-5, zero_centered)
@@ -83,8 +83,8 @@ def test_rms_norm(columns: int, zero_centered: bool, dtype: torch.dtype, device:
 
 
 @devices
-@dtypes
-def test_add_rms_norm_norms_the_rounded_sum(dtype: torch.dtype, device: str) -> None:
+def test_add_rms_norm_norms_the_rounded_sum(device: str) -> None:
+    dtype = torch.bfloat16
     x, y, weight = sliced(dtype, device, 4, 320), randn(dtype, device, 4, 320), torch.randn(320, device=device)
     total, normed = elementwise.add_rms_norm(x, y, weight, 1e-6, True)
     assert torch.equal(total, x + y)
@@ -92,10 +92,14 @@ def test_add_rms_norm_norms_the_rounded_sum(dtype: torch.dtype, device: str) -> 
 
 
 @devices
-@dtypes
 @pytest.mark.parametrize(
-    ("columns", "group_size", "shared_weight", "gate_first"),
-    [(7680, 960, False, True), (512, 128, True, False), (64, 16, False, True), (1024, 1024, False, False)],
+    ("columns", "group_size", "shared_weight", "gate_first", "dtype"),
+    [
+        (7680, 960, False, True, torch.bfloat16),
+        (512, 128, True, False, torch.bfloat16),
+        (64, 16, False, True, torch.float16),
+        (1024, 1024, False, False, torch.float16),
+    ],
 )
 def test_gated_rms_norm(columns, group_size, shared_weight, gate_first, dtype: torch.dtype, device: str) -> None:
     x, z = randn(dtype, device, 2, columns), sliced(dtype, device, 2, columns)
@@ -106,8 +110,10 @@ def test_gated_rms_norm(columns, group_size, shared_weight, gate_first, dtype: t
 
 
 @devices
-@dtypes
-@pytest.mark.parametrize(("heads", "head_dim", "dim"), [(16, 256, 64), (3, 32, 32), (5, 128, 8)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dim", "dtype"),
+    [(16, 256, 64, torch.bfloat16), (3, 32, 32, torch.float16), (5, 128, 8, torch.bfloat16)],
+)
 def test_norm_rope(heads: int, head_dim: int, dim: int, dtype: torch.dtype, device: str) -> None:
     """Rotation mixes two rounded entries, so the error is measured against the larger of the pair."""
     x = sliced(dtype, device, 4, heads, 2 * head_dim)[..., :head_dim]
@@ -125,10 +131,9 @@ def test_norm_rope(heads: int, head_dim: int, dim: int, dtype: torch.dtype, devi
 
 
 @devices
-@dtypes
 @pytest.mark.parametrize("name", elementwise.ACTIVATIONS)
-@pytest.mark.parametrize("shape", [(640,), (3, 40)])
-def test_activation(shape: tuple[int, ...], name: str, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(("shape", "dtype"), [((640,), torch.bfloat16), ((3, 40), torch.float16)])
+def test_activation(shape: tuple[int, ...], dtype: torch.dtype, name: str, device: str) -> None:
     x, y = sliced(dtype, device, 5, *shape), None if name == "squared_relu" else sliced(dtype, device, 5, *shape)
     x[0, ..., :2], x[1, ..., 0] = torch.tensor([30.0, -30.0]), torch.nan
     got = elementwise.activate(name, x, y)
@@ -152,7 +157,7 @@ def test_what_the_kernels_take() -> None:
     assert not elementwise.supports(x, x.half())
 
 
-@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("arch", [80, 90])
 def test_compiles_without_spills(arch: int, tmp_path: Path) -> None:
     x, heads = torch.zeros(1, 3136, dtype=torch.bfloat16), torch.zeros(1, 4, 256, dtype=torch.bfloat16)
     weight, positions = torch.zeros(3136), torch.zeros(1, dtype=torch.int32)

@@ -47,6 +47,16 @@ def test_classes_cover_every_step():
         assert 1 in window_classes(window)
 
 
+def test_prepared_steps_are_not_captured_again(tiny_engine):
+    session = Session(tiny_engine("nano"), graphs=True)
+    session._programs["main"].graphs.prepare()
+    captured = [session.step_graph(rows, window) for rows in (1, 2, 4, 8) for window in (1, 4)]
+    session._programs["main"].graphs.prepare()
+    assert captured == [session.step_graph(rows, window) for rows in (1, 2, 3, 7) for window in (1, 3)]
+    # Preparing ran steps of padding rows only.
+    assert not any(tensor.any() for state in session.states.values() for tensor in state.tensors.values())
+
+
 @pytest.mark.parametrize("buffer_len", [8, 0])
 @pytest.mark.parametrize("layout", ["nano", "qwen"])
 def test_captured_steps_equal_eager_ones(tiny_engine, layout, buffer_len):
