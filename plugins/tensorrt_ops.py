@@ -66,16 +66,27 @@ OUTPUT_SUFFIX = ".out"
 NAMESPACE = "replayssm"
 ERROR_FLAG = "error_flag"
 ROWS = ("seq_lens", "window_starts", "window_lens", "state_batch_indices")
-TYPE_NAMES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16", "int32": "INT32"}
+TYPE_NAMES = {
+    "float32": "FP32",
+    "float16": "FP16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "FP8",
+    "int8": "INT8",
+    "int32": "INT32",
+}
+"""TensorRT's names of plugin types, by torch's."""
+
+BOUND_TYPES = {"uint8": "int8"}
+"""Plugins take no UINT8: packed readouts and their scales are bound as INT8, and the kernels read their own types."""
 
 
 class Operator(NamedTuple):
-    """inputs: tensors before the state, in the kernel's order; parts: of the state; like: the input that the output
-    has the shape and dtype of."""
+    """inputs: tensors before the state, in the kernel's order; like: the input that the output has the shape and dtype
+    of; parts: of the state, which follow from a layer's settings."""
 
     inputs: tuple[str, ...]
-    parts: tuple[str, ...]
     like: str
+    parts: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -84,18 +95,10 @@ class Operator(NamedTuple):
 
 
 OPERATORS = {
-    "mamba2_window": Operator(
-        ("x", "dt", "B", "C", "A_log", "D", "dt_bias"),
-        ("checkpoint", "checkpoint_position", "ring_x", "ring_B", "ring_dt"),
-        "x",
-    ),
-    "gdn_window": Operator(
-        ("q", "k", "v", "a", "b", "A_log", "dt_bias"),
-        ("checkpoint", "checkpoint_position", "ring_k", "ring_u", "ring_g"),
-        "v",
-    ),
-    "causal_conv1d_window": Operator(("x", "weight", "bias"), ("conv_ring",), "x"),
-    "attention_window": Operator(("q", "k", "v"), ("k_cache", "v_cache"), "q"),
+    "mamba2_window": Operator(("x", "dt", "B", "C", "A_log", "D", "dt_bias"), "x"),
+    "gdn_window": Operator(("q", "k", "v", "a", "b", "A_log", "dt_bias"), "v"),
+    "causal_conv1d_window": Operator(("x", "weight", "bias"), "x"),
+    "attention_window": Operator(("q", "k", "v"), "q"),
 }
 
 
@@ -131,6 +134,12 @@ class PluginSpec:
         names = {"conv": "causal_conv1d_window"}
         return names.get(self.geometry.kind, f"{self.geometry.kind}_window")
 
+    @property
+    def signature(self) -> Operator:
+        """The operator with the parts of this layer's state."""
+        parts = tuple(part.name for part in state_parts(self.geometry, self.settings))
+        return OPERATORS[self.operator]._replace(parts=parts)
+
 
 def load_module(target: str) -> ModuleType:
     """The Python module behind a target; ValueError with the command that installs it where it is missing or old."""
@@ -157,8 +166,10 @@ def version_of(module: ModuleType) -> tuple[int, int]:
 
 def state_tensors(name: str, geometry: Geometry, settings: ReplaySettings, slots: int) -> dict[str, tuple[str, tuple]]:
     """dtype and shape of a plan's inputs for the state `name`; each has an output of its name and OUTPUT_SUFFIX."""
-    parts = {f"{name}.{part.name}": (part.dtype, (slots, *part.shape)) for part in state_parts(geometry, settings)}
-    return {**parts, f"{name}.{ERROR_FLAG}": ("int32", (1,))}
+    tensors = {}
+    for part in state_parts(geometry, settings):
+        tensors[f"{name}.{part.name}"] = (BOUND_TYPES.get(part.dtype, part.dtype), (slots, *part.shape))
+    return {**tensors, f"{name}.{ERROR_FLAG}": ("int32", (1,))}
 
 
 def output_tensor(public: str, inputs: Collection[str]) -> str:
@@ -166,9 +177,17 @@ def output_tensor(public: str, inputs: Collection[str]) -> str:
     return public + OUTPUT_SUFFIX if public in inputs else public
 
 
-def plugin_name(operator: str) -> str:
-    """Name within NAMESPACE: the operator and 8 hexadecimal digits of its kernel's source."""
-    return f"{operator}_{hashlib.sha256(kernel_source(operator).encode()).hexdigest()[:8]}"
+def plugin_name(spec: PluginSpec) -> str:
+    """Name within NAMESPACE: the kernel, formats that give it other tensors, and 8 hexadecimal digits of its source.
+
+    A plugin has no optional inputs, so a readout or a scaled checkpoint makes it another one.
+    """
+    kernel, formats = kernel_config(spec).kernel, ""
+    if spec.operator in ("mamba2_window", "gdn_window"):
+        names = {part.name for part in state_parts(spec.geometry, spec.settings)}
+        formats += f"_{spec.settings.state_dtype}" if "checkpoint_scale" in names else ""
+        formats += f"_{spec.settings.readout_dtype}_readout" if "readout" in names else ""
+    return f"{kernel}{formats}_{hashlib.sha256(kernel_source(kernel).encode()).hexdigest()[:8]}"
 
 
 @cache
@@ -197,9 +216,9 @@ def ptx(spec: PluginSpec) -> bytes:
 def tensor_types(spec: PluginSpec) -> dict[str, str]:
     """dtype of every plugin input by name."""
     act = spec.settings.activation_dtype
-    parts = {part.name: part.dtype for part in state_parts(spec.geometry, spec.settings)}
+    parts = {p.name: BOUND_TYPES.get(p.dtype, p.dtype) for p in state_parts(spec.geometry, spec.settings)}
     scalars = {name: "float32" for name in ("A_log", "D", "dt_bias")}
-    names = OPERATORS[spec.operator].tensors
+    names = spec.signature.tensors
     known = {**scalars, **parts, ERROR_FLAG: "int32", **{name: "int32" for name in ROWS}}
     return {name: known.get(name, act) for name in names}
 
@@ -238,26 +257,25 @@ def grid(spec: PluginSpec, tokens: Any, rows: Any, math: Any) -> tuple[Any, Any,
     return config.blocks_x, rows, 1
 
 
-def register(trtp: ModuleType) -> dict[str, str]:
-    """Register every operator with `tensorrt.plugin`; operator -> plugin name. Idempotent."""
-    names = {operator: plugin_name(operator) for operator in OPERATORS}
+def register(trtp: ModuleType, spec: PluginSpec) -> str:
+    """Register the plugin of `spec` with `tensorrt.plugin` and return its name. Idempotent."""
+    name = plugin_name(spec)
     known = getattr(trtp.op, NAMESPACE, None)
-    for operator, name in names.items():
-        if known is None or not hasattr(known, name):
-            _register(trtp, operator, f"{NAMESPACE}::{name}")
-    return names
+    if known is None or not hasattr(known, name):
+        _register(trtp, spec.signature, f"{NAMESPACE}::{name}")
+    return name
 
 
 def plugin_call(trtp: ModuleType, spec: PluginSpec, tensors: list[Any]) -> Any:
-    """What `INetworkDefinition.add_plugin` takes; tensors in the order of `Operator.tensors`."""
-    names = register(trtp)
-    return getattr(getattr(trtp.op, NAMESPACE), names[spec.operator])(*tensors, spec=spec.to_json())
+    """What `INetworkDefinition.add_plugin` takes; tensors in the order of `PluginSpec.signature`."""
+    name = register(trtp, spec)
+    return getattr(getattr(trtp.op, NAMESPACE), name)(*tensors, spec=spec.to_json())
 
 
-def _register(trtp: ModuleType, operator: str, plugin_id: str) -> None:
-    """TensorRT reads the schema from signatures, which are made here because they follow from `OPERATORS`."""
-    tensors, outputs = OPERATORS[operator].tensors, len(OPERATORS[operator].parts) + 2
-    first_part, like = len(OPERATORS[operator].inputs), tensors.index(OPERATORS[operator].like)
+def _register(trtp: ModuleType, operator: Operator, plugin_id: str) -> None:
+    """TensorRT reads the schema from signatures, which are made here because they follow from `operator`."""
+    tensors, outputs = operator.tensors, len(operator.parts) + 2
+    first_part, like = len(operator.inputs), tensors.index(operator.like)
     results = tuple[(trtp.TensorDesc,) * outputs]
 
     def describe(*arguments, spec):

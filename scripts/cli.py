@@ -25,6 +25,7 @@ COMMANDS = {
     "export-trtllm": "Write a checkpoint as TensorRT-LLM serves it with replay.",
     "trtllm-module": "Print the directory of the module for TensorRT-LLM.",
     "check": "Compare the plans of an engine with the torch target.",
+    "calibrate": "Compare state formats on your prompts and recommend one.",
     "inspect": "Show state sizes and memory traffic of a model.",
     "doctor": "Show what this machine has and which targets work.",
 }

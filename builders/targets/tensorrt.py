@@ -65,13 +65,14 @@ def write_tensorrt(
     """
     if alias not in ALIASES:
         raise ValueError(f"alias must be one of {', '.join(ALIASES)}, got {alias!r}")
-    module = load_module("tensorrt")
+    load_module("tensorrt")
     require_dtype("tensorrt", replay.activation_dtype)
     arch = _build_arch()
     options = PlanOptions(limits, replay, alias, arch, formats_to_unpack(plan, arch))
     torch_target.write_networks(directory, networks)
     write_plans(directory, networks, _loader(plan, read), options, _once_per_weight(plan, progress))
-    return tensorrt_ops.register(_plugin_module(module))
+    specs = {spec for network in networks.values() for spec in plugin_specs(network, options).values()}
+    return {spec.operator: tensorrt_ops.plugin_name(spec) for spec in specs}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from replayssm.plugins import tensorrt_ops
-from replayssm.plugins.tensorrt_ops import NAMESPACE, OPERATORS, PluginSpec
+from replayssm.plugins.tensorrt_ops import NAMESPACE, PluginSpec
 
 sys.path.append(str(Path(__file__).parents[1] / "stand_in"))
 from tensorrt_stand_in import make_module
@@ -28,7 +28,7 @@ class Plugin:
 
     def __init__(self, spec: PluginSpec, shapes: list[tuple[int, ...]]) -> None:
         trtp = make_module().plugin
-        name = tensorrt_ops.register(trtp)[spec.operator]
+        name = tensorrt_ops.register(trtp, spec)
         inputs = [trtp.TensorDesc(shape, dtype) for shape, dtype in zip(shapes, _types(spec), strict=True)]
         implement = trtp.implementations[f"{NAMESPACE}::{name}"]
         kernel, self.ptx, launch, self.scalars = implement(*inputs, spec.to_json(), (), 0)
@@ -69,8 +69,10 @@ class EmbeddedPlugins:
 
 def run_plugin(spec: PluginSpec, inputs: Sequence[torch.Tensor], unowned: float = torch.nan) -> list[torch.Tensor]:
     """A plugin's outputs, state in place. unowned: what the output of tokens that no row owns holds."""
-    operator = OPERATORS[spec.operator]
-    assert [str(tensor.dtype).removeprefix("torch.") for tensor in inputs] == _types(spec)
+    operator = spec.signature
+    # A plan binds packed bytes as INT8.
+    found = [str(tensor.dtype).removeprefix("torch.").replace("uint8", "int8") for tensor in inputs]
+    assert found == _types(spec)
     inputs = [tensor.contiguous() for tensor in inputs]
     out = torch.full_like(inputs[operator.tensors.index(operator.like)], unowned)
     first = len(operator.inputs)

@@ -11,6 +11,7 @@ import importlib
 import re
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from replayssm.plugins.contract import (
 )
 from replayssm.plugins.geometry import EMBEDDED_SHARED_BYTES, UnsupportedGeometryError
 from replayssm.plugins.state import allocate_state, torch_dtype
-from replayssm.plugins.tensorrt_ops import OPERATORS, PluginSpec
+from replayssm.plugins.tensorrt_ops import PluginSpec
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 from embedded_plugins import Plugin
@@ -115,6 +116,8 @@ def types_of(trt):
     return {
         "float32": trt.DataType.FLOAT,
         "bfloat16": trt.DataType.BF16,
+        "float8_e4m3fn": trt.DataType.FP8,
+        "int8": trt.DataType.INT8,
         "float16": trt.DataType.HALF,
         "int32": trt.DataType.INT32,
     }
@@ -139,7 +142,7 @@ def input_shapes(spec, tokens, rows):
         own = {"q": (tokens, spec.query_heads, g.head_dim)}
         own |= {name: (tokens, g.num_kv_heads, g.head_dim) for name in "kv"}
     shapes = {**own, **parts, "error_flag": (1,), **{name: (rows,) for name in tensorrt_ops.ROWS}}
-    assert tuple(shapes) == OPERATORS[spec.operator].tensors
+    assert tuple(shapes) == spec.signature.tensors
     return shapes
 
 
@@ -201,7 +204,7 @@ def driven(request, trt):
 def test_outputs_and_aliases(driven):
     """The operator's own output, then every state part and the error flag in place."""
     spec, plugin = driven
-    operator, shapes = OPERATORS[spec.operator], input_shapes(spec, 13, 6)
+    operator, shapes = spec.signature, input_shapes(spec, 13, 6)
     in_place = (*operator.parts, "error_flag")
     expected = [shapes[operator.like], *(shapes[name] for name in in_place)]
     assert plugin.output_shapes == expected
@@ -218,7 +221,7 @@ def test_the_only_format_is_the_networks_own(driven):
 def test_kernel_parameters_are_the_declared_tensors_and_scalars(driven):
     """A wrong order would not fail in TensorRT, it would compute garbage."""
     spec, plugin = driven
-    inputs, outputs = len(OPERATORS[spec.operator].tensors), len(plugin.output_shapes)
+    inputs, outputs = len(spec.signature.tensors), len(plugin.output_shapes)
     expected = ["u64"] * inputs + ["u32"] * len(plugin.scalars) + ["u64"] * outputs
     assert plugin.kernel == spec.operator
     assert entry_parameters(plugin.ptx, plugin.kernel) == expected
@@ -228,7 +231,7 @@ def make_arguments(spec, tokens, rows):
     """Arguments of our own launcher for the same call, over tensors on the CPU."""
     state = allocate_state(spec.geometry, spec.settings, spec.slots)
     dtypes, shapes = tensorrt_ops.tensor_types(spec), input_shapes(spec, tokens, rows)
-    operator = OPERATORS[spec.operator]
+    operator = spec.signature
     own = [torch.zeros(shapes[name], dtype=torch_dtype(dtypes[name])) for name in operator.inputs]
     index = tuple(torch.zeros(rows, dtype=torch.int32) for _ in range(4))
     out = torch.zeros(shapes[operator.like], dtype=torch_dtype(spec.settings.activation_dtype))
@@ -292,9 +295,9 @@ def test_kernels_write_through_their_outputs(driven):
 
 
 def test_registration_is_idempotent_and_tagged(trt):
-    names = tensorrt_ops.register(trt.plugin)
-    assert tensorrt_ops.register(trt.plugin) == names
-    for operator, name in names.items():
+    for operator, spec in SPECS.items():
+        name = tensorrt_ops.register(trt.plugin, spec)
+        assert tensorrt_ops.register(trt.plugin, spec) == name
         assert re.fullmatch(rf"{operator}_[0-9a-f]{{8}}", name)
         assert trt.get_plugin_registry().get_creator(name, "1", "replayssm") is not None
 
@@ -302,8 +305,59 @@ def test_registration_is_idempotent_and_tagged(trt):
 def test_state_parts_in_the_contracts_order():
     for spec in SPECS.values():
         parts = tuple(part.name for part in state_parts(spec.geometry, spec.settings))
-        assert parts == OPERATORS[spec.operator].parts
+        assert parts == spec.signature.parts
         assert PluginSpec.from_json(spec.to_json()) == spec
+
+
+FORMATS = [{"readout_dtype": "nvfp4"}, {"readout_dtype": "float8"}, {"state_dtype": "float8", "readout_dtype": "nvfp4"}]
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: "-".join(formats.values()))
+@pytest.mark.parametrize("operator", ["mamba2_window", "gdn_window"])
+def test_packed_state_is_bound_as_int8(operator, formats):
+    """A plugin has no UINT8 tensors. What the plan calls INT8 has the bytes of the contract's parts."""
+    plain = SPECS[operator]
+    spec = replace(plain, settings=replace(plain.settings, **formats))
+    parts = {part.name: part for part in state_parts(spec.geometry, spec.settings)}
+    assert spec.signature.parts == tuple(parts)
+    assert set(plain.signature.parts) < set(parts)
+    types = tensorrt_ops.tensor_types(spec)
+    bound = tensorrt_ops.state_tensors("layer", spec.geometry, spec.settings, SLOTS)
+    for name, part in parts.items():
+        expected = "int8" if part.dtype == "uint8" else part.dtype
+        assert types[name] == expected
+        assert bound[f"layer.{name}"] == (expected, (SLOTS, *part.shape))
+    assert set(types.values()) <= set(tensorrt_ops.TYPE_NAMES)
+    assert "int8" in types.values()
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: "-".join(formats.values()))
+@pytest.mark.parametrize("operator", ["mamba2_window", "gdn_window"])
+def test_packed_state_makes_another_plugin(trt, operator, formats):
+    plain = SPECS[operator]
+    spec = replace(plain, settings=replace(plain.settings, **formats))
+    try:
+        name = tensorrt_ops.plugin_name(spec)
+    except UnsupportedGeometryError as error:
+        pytest.skip(f"no kernel yet: {error}")
+    assert all(word in name for word in formats.values())
+    plugin = drive(trt, spec, tokens=13, rows=6)
+    tensors = spec.signature.tensors
+    in_place = (*spec.signature.parts, "error_flag")
+    assert plugin.aliases == {0: -1, **{1 + i: tensors.index(part) for i, part in enumerate(in_place)}}
+    scalars, outputs = ["u32"] * len(plugin.scalars), ["u64"] * (len(in_place) + 1)
+    assert entry_parameters(plugin.ptx, plugin.kernel) == ["u64"] * len(tensors) + scalars + outputs
+    _, expected = make_arguments(spec, 13, 6)
+    assert plugin.scalars == [argument for argument in expected if isinstance(argument, int)]
+    assert plugin.shared_bytes <= EMBEDDED_SHARED_BYTES
+
+
+def test_state_that_is_bound_without_being_declared(trt):
+    """--alias bound: the same plugin without aliases; a runtime binds both names to one address all the same."""
+    spec = replace(SPECS["mamba2_window"], alias="bound")
+    plugin = drive(trt, spec, tokens=13, rows=6)
+    assert set(plugin.aliases.values()) == {-1}
+    assert plugin.scalars == drive(trt, SPECS["mamba2_window"], tokens=13, rows=6).scalars
 
 
 @pytest.mark.parametrize(

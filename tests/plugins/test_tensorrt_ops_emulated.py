@@ -17,7 +17,7 @@ import torch
 from replayssm.plugins import tensorrt_ops
 from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
 from replayssm.plugins.geometry import EMBEDDED_SHARED_BYTES
-from replayssm.plugins.tensorrt_ops import OPERATORS, PluginSpec
+from replayssm.plugins.tensorrt_ops import PluginSpec
 
 sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
 from emulate import Emulated
@@ -36,13 +36,14 @@ class Embedded:
 
     def _launch(self, state, own, rows, **more):
         spec = PluginSpec(state.geometry, state.settings, state.slots, 90, **more)
-        operator = OPERATORS[spec.operator]
+        operator = spec.signature
         own = [tensor.contiguous() for tensor in own]
         like = own[operator.inputs.index(operator.like)]
         out, count = torch.zeros_like(like), rows[0].shape[0]
         state_tensors = [*state.flat(), state.error_flag]
         inputs = [*own, *state_tensors, *rows]
-        types = [str(tensor.dtype).removeprefix("torch.") for tensor in inputs]
+        # A plan binds packed bytes as INT8.
+        types = [str(tensor.dtype).removeprefix("torch.").replace("uint8", "int8") for tensor in inputs]
         assert types == list(tensorrt_ops.tensor_types(spec).values())
         config = tensorrt_ops.kernel_config(spec)
         assert config.shared_bytes <= EMBEDDED_SHARED_BYTES

@@ -22,8 +22,9 @@ from math import prod
 import torch
 
 from replayssm.plugins import nvfp4, tensorrt_ops
-from replayssm.plugins.state import LayerState
-from replayssm.plugins.tensorrt_ops import OPERATORS, ROWS, PluginSpec
+from replayssm.plugins.contract import state_parts
+from replayssm.plugins.state import LayerState, torch_dtype
+from replayssm.plugins.tensorrt_ops import ROWS, PluginSpec
 from replayssm.runtime.executor import STATEFUL_OPERATORS
 
 FAULTS = ("copy", "detach", "drift", "rows", "leak")
@@ -294,7 +295,7 @@ class Network:
 def _run_plugin(layer, *values):
     """The operator's output and the state that it leaves, in tensors of their own."""
     spec = layer.spec
-    operator = OPERATORS[spec.operator]
+    operator = spec.signature
     named = dict(zip(operator.tensors, values, strict=True))
     if layer.inferring:
         return (named[operator.like], *(named[name] for name in (*operator.parts, tensorrt_ops.ERROR_FLAG)))
@@ -302,7 +303,8 @@ def _run_plugin(layer, *values):
         return layer.launch(spec, values)
     types = [str(value.dtype).removeprefix("torch.") for value in values]
     assert types == list(tensorrt_ops.tensor_types(spec).values())
-    parts = {name: named[name].clone() for name in operator.parts}
+    dtypes = {part.name: torch_dtype(part.dtype) for part in state_parts(spec.geometry, spec.settings)}
+    parts = {name: named[name].clone().view(dtypes[name]) for name in operator.parts}
     flag = named[tensorrt_ops.ERROR_FLAG].clone()
     state = LayerState(spec.geometry, spec.settings, parts, flag)
     rows = [named[name] for name in ROWS]
@@ -312,7 +314,7 @@ def _run_plugin(layer, *values):
     for start, length in zip(rows[1].tolist(), rows[2].tolist(), strict=True):
         owned[start : start + length] = True
     y[~owned] = torch.nan
-    return (y, *parts.values(), flag)
+    return (y, *(part.view(named[name].dtype) for name, part in parts.items()), flag)
 
 
 class BuilderConfig:
@@ -423,7 +425,7 @@ class Engine:
             outputs = [{"Name": layer.get_output(index).name} for index in range(layer.num_outputs)]
             inputs = [{"Name": tensor.name} for tensor in layer.inputs]
             if layer.kind == "PluginV3" and "copy" in self.module.faults:
-                state, copy = inputs[len(OPERATORS[layer.spec.operator].inputs)], {"Name": f"copy of {layer.name}"}
+                state, copy = inputs[len(layer.spec.signature.inputs)], {"Name": f"copy of {layer.name}"}
                 layers.append(
                     {"Name": f"Reformat {state['Name']}", "LayerType": "Reformat", "Inputs": [state], "Outputs": [copy]}
                 )

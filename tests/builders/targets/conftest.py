@@ -9,7 +9,7 @@ import torch
 
 from replayssm.plugins import nvfp4
 from replayssm.plugins.state import LayerState, torch_dtype
-from replayssm.plugins.tensorrt_ops import ERROR_FLAG, OPERATORS, ROWS, tensor_types
+from replayssm.plugins.tensorrt_ops import ERROR_FLAG, ROWS, tensor_types
 from replayssm.runtime.executor import STATEFUL_OPERATORS
 
 
@@ -155,7 +155,7 @@ class EagerLayers:
     def plugin(self, call, name, aliased=True):
         """call: (PluginSpec, tensors in its operator's order). State is updated in place, as by aliased outputs."""
         spec, tensors = call
-        operator = OPERATORS[spec.operator]
+        operator = spec.signature
         types = tensor_types(spec)
         assert [str(tensor.dtype).removeprefix("torch.") for tensor in tensors] == list(types.values())
         named = dict(zip(operator.tensors, tensors, strict=True))

@@ -24,7 +24,7 @@ from replayssm.plugins.geometry import UnsupportedGeometryError
 from replayssm.plugins.manifest import Limits
 from replayssm.plugins.nvfp4 import dequantize
 from replayssm.plugins.state import allocate_state, raise_on_error
-from replayssm.plugins.tensorrt_ops import OPERATORS, PluginSpec, output_tensor
+from replayssm.plugins.tensorrt_ops import PluginSpec, output_tensor
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.executor import Executor
 from replayssm.runtime.session import PREFILL_CHUNK
@@ -105,7 +105,7 @@ def test_everything_but_the_plugins_compiles_in_one_plan(tiny_checkpoint, name):
     class PluginsAsInputs(Layers):
         def plugin(self, call, name, aliased=True):
             spec, tensors = call
-            operator = OPERATORS[spec.operator]
+            operator = spec.signature
             assert len(tensors) == len(operator.tensors)
             like = tensors[operator.tensors.index(operator.like)]
             dims = ("T", *tuple(like.shape)[1:])
