@@ -151,18 +151,30 @@ class MessageParser:
         self._reasoning, self._content = _Trimmed(), _Trimmed()
         # Whitespace around an answer is the format's only where something else stands before or behind it.
         self._alone = True
+        self._failed = False
         self.calls = 0
 
     def feed(self, text: str) -> Part:
-        """Take the next piece of text."""
+        """Take the next piece of text. Where parsing fails, everything from there is content."""
         part = Part()
-        self._take(part, self._parser.feed(text), finished=False)
+        if not self._failed:
+            try:
+                self._take(part, self._parser.feed(text), finished=False)
+                return part
+            except (ValueError, RecursionError):  # a region that is too deep, or of a form that the parser refuses
+                self._failed = True
+                text = self._call_text + text
+        self._add_content(part, text)
         return part
 
     def finish(self) -> Part:
         """The text has ended. A call that was not finished is content."""
         part = Part()
-        self._take(part, self._parser.finalize()[1], finished=True)
+        if not self._failed:
+            try:
+                self._take(part, self._parser.finalize()[1], finished=True)
+            except (ValueError, RecursionError):
+                self._add_content(part, self._call_text)
         if not self.calls:
             part.content += self._content.rest()
         return part

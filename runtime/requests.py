@@ -71,6 +71,7 @@ class Request:
     plan: deque[int] = field(default_factory=deque)
     fed: int = 0
     history: int = 0
+    held: int = 0
     tokens: list[int] = field(default_factory=list)
     draft: Draft = field(default_factory=lambda: Draft([]))
     draft_length: AdaptiveDraftLength | None = None

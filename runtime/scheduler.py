@@ -256,14 +256,17 @@ class Scheduler:
         decoding = [request for request in self.running if not request.plan]
         budget = self.max_num_tokens - len(decoding) * (1 + self.draft_len)
         buffer_len = self.session.settings.buffer_len
-        phases = FlushPhases((request.history for request in decoding), len(self.running), buffer_len)
+        pace = 1 + self.stats.accepted_tokens / max(self.stats.decode_calls, 1)
+        phases = FlushPhases((request.history for request in decoding), len(self.running), buffer_len, pace)
         prefilling = []
         for request in sorted((r for r in self.running if r.plan), key=lambda r: (r.served, r.number)):
             if request.plan[0] > budget:
                 break
             # Somebody decodes where a tail is held back, so a step always moves on.
             if len(request.plan) == 1 and not phases.admit(request.plan[0], request.history):
-                continue
+                request.held += 1
+                if request.held <= buffer_len:
+                    continue
             budget -= request.plan[0]
             request.served = self.stats.steps + 1
             prefilling.append(request)

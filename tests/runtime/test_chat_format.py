@@ -102,6 +102,15 @@ def test_arguments_have_the_types_of_the_schema(tokenizer):
     assert parse(parser, text)[2] == [("add", {"a": 7, "note": "12", "tags": ["x", 1]})]
 
 
+@pytest.mark.parametrize("end", ["</tool_call> and more", ""])
+def test_a_region_that_cannot_be_parsed_is_content(tokenizer, end):
+    """Nested deeper than Python's json reads."""
+    deep = "[" * 100_000
+    content, reasoning, calls = parse(ChatFormat(tokenizer, "qwen3").parser([1], TOOLS), f"ab<tool_call>{deep}{end}")
+    assert deep in content
+    assert (reasoning, calls) == ("", [])
+
+
 def test_no_parser_where_there_is_nothing_to_find(tokenizer):
     assert ChatFormat(tokenizer).parser([1], TOOLS) is None
     assert ChatFormat(tokenizer, "qwen3").parser([1], []) is None
