@@ -1,0 +1,325 @@
+"""State formats compared on a user's own model and prompts, and a recommendation.
+
+Every format reads the tokens that float32 chooses greedily, so that each position compares two predictions after the
+same text: how often the most likely token differs, and by how much the distributions do. Where the data has answers,
+each format also writes its own, and right answers are counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replayssm.plugins import traffic
+from replayssm.plugins.contract import ReplaySettings, state_parts
+from replayssm.runtime.engine import Engine
+from replayssm.runtime.generation import generate
+from replayssm.runtime.session import Session
+from replayssm.runtime.text import encode_chat, encode_text
+
+REFERENCE = "float32"
+_STOCHASTIC = {"state_rounding": "stochastic"}
+FORMATS: dict[str, dict[str, Any]] = {
+    REFERENCE: {"state_dtype": "float32"},
+    "float16": {"state_dtype": "float16"},
+    "float16-stochastic": {"state_dtype": "float16", **_STOCHASTIC},
+    "float8-stochastic": {"state_dtype": "float8", **_STOCHASTIC},
+    "float16-stochastic+float8": {"state_dtype": "float16", "readout_dtype": "float8", **_STOCHASTIC},
+    "float16-stochastic+nvfp4": {"state_dtype": "float16", "readout_dtype": "nvfp4", **_STOCHASTIC},
+    "float8-stochastic+nvfp4": {"state_dtype": "float8", "readout_dtype": "nvfp4", **_STOCHASTIC},
+}
+"""Name -> fields of `ReplaySettings`; what stands behind + is the readout."""
+
+Z_95 = 1.96
+RULE_OF_THREE = 3.0
+"""Where n trials show no event, its rate lies below 3 / n with 95 % confidence."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt, and the answer that a right text ends in, if one is known."""
+
+    prompt: list[int]
+    answer: str | None = None
+
+
+@dataclass
+class FormatResult:
+    """What one format did.
+
+    tokens: positions compared, over all problems. disagreement: share of them where another token is most likely than
+        with float32; its bound is the upper one of a 95 % interval over problems. kl: mean KL divergence from float32's
+        distribution, nats a token.
+    accuracy: share of right answers; difference: to float32's; difference_bound: the lower one of its 95 % interval.
+        None without answers.
+    state_bytes: checkpoint and readout of a sequence. traffic_bytes: state moved per decoded token.
+    """
+
+    name: str
+    settings: ReplaySettings
+    state_bytes: int
+    traffic_bytes: float
+    tokens: int = 0
+    disagreement: float = 0.0
+    disagreement_bound: float = 0.0
+    kl: float = 0.0
+    accuracy: float | None = None
+    difference: float | None = None
+    difference_bound: float | None = None
+
+    def refusal(self, max_disagreement: float, tolerance: float) -> str:
+        """Why not to use it, empty if nothing speaks against it."""
+        if self.disagreement_bound > max_disagreement:
+            return f"other tokens up to {self.disagreement_bound:.2%}, allowed {max_disagreement:.2%}"
+        if self.difference_bound is not None and self.difference_bound < -tolerance:
+            return f"accuracy may lose {-self.difference_bound:.1%}, allowed {tolerance:.1%}"
+        return ""
+
+
+@dataclass
+class _Tally:
+    """Counts of one format by problem."""
+
+    tokens: list[int] = field(default_factory=list)
+    other: list[int] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    right: dict[int, bool] = field(default_factory=dict)
+
+
+def read_problems(path: Path, tokenizer: Any, chat: bool = False, limit: int = 0) -> list[Problem]:
+    """The first `limit` problems of a file of JSON lines, all for 0: `{"prompt": str}` or `{"messages": [...]}`, and
+    `"answer": str` where known. chat: prompts are a user's messages. ValueError, naming the line, for anything else."""
+    problems = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                problems.append(_parse(json.loads(line), tokenizer, chat))
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+            if len(problems) == limit:
+                break
+    if not problems:
+        raise ValueError(f'{path} holds no problems: expected lines such as {{"prompt": "...", "answer": "..."}}')
+    return problems
+
+
+def _parse(value: Any, tokenizer: Any, chat: bool) -> Problem:
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object with a prompt, got {str(value)[:40]!r}")
+    prompt, messages, answer = value.get("prompt"), value.get("messages"), value.get("answer")
+    if (
+        (prompt is None) == (messages is None)
+        or not isinstance(prompt, str | None)
+        or not isinstance(answer, str | None)
+    ):
+        raise ValueError("expected either a text prompt or messages, and as answer a text or nothing")
+    if prompt is not None and chat:
+        messages = [{"role": "user", "content": prompt}]
+    if messages is None:
+        return Problem(encode_text(tokenizer, prompt), answer)
+    if not tokenizer.chat_template:
+        raise ValueError("the checkpoint has no chat template: give prompts as text, without --chat")
+    return Problem(encode_chat(tokenizer, messages), answer)
+
+
+def is_right(text: str, answer: str) -> bool:
+    """Whether `text` ends in `answer`; white space and a full stop at the end do not count."""
+    return text.strip().rstrip(".").rstrip().endswith(answer.strip().rstrip("."))
+
+
+def candidates(engine: Engine, names: Sequence[str] = tuple(FORMATS)) -> dict[str, ReplaySettings]:
+    """Settings by format, float32 first. Formats that the engine's layers or settings refuse are left out, unless there
+    is nothing else. ValueError for unknown names and engines of plans, whose formats are compiled in."""
+    if engine.has_plans:
+        raise ValueError("plans have their state format compiled in: calibrate an engine of target torch")
+    unknown = [name for name in names if name not in FORMATS]
+    if unknown:
+        raise ValueError(f"unknown format {unknown[0]!r}; there are {', '.join(FORMATS)}")
+    plain = {"state_rounding": "nearest", "rounding_seed": 0, "readout_dtype": "same", "u_source": "readout"}
+    found, refused = {}, ""
+    for name in dict.fromkeys((REFERENCE, *names)):
+        try:
+            settings = replace(engine.manifest.replay, **{**plain, **FORMATS[name]})
+            for geometry in _geometries(engine):
+                state_parts(geometry, settings)
+        except ValueError as error:
+            refused = str(error)
+            continue
+        found[name] = settings
+    if len(found) < 2:
+        raise ValueError(f"no format is left to compare with {REFERENCE}: {refused or 'name at least one'}")
+    return found
+
+
+def _geometries(engine: Engine) -> Iterator[Any]:
+    return (state.geometry for state in engine.networks["main"].states.values())
+
+
+def compare(
+    engine: Engine,
+    problems: Sequence[Problem],
+    formats: Mapping[str, ReplaySettings],
+    device: torch.device | str = "cpu",
+    slots: int = 4,
+    max_new_tokens: int = 256,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[FormatResult]:
+    """One result per format, float32 first. `slots` problems run at once, in as many slots for every format.
+
+    progress: hears of problems done. Raises ValueError for prompts that do not fit the engine.
+    """
+    limit = engine.manifest.replay.max_seq_len
+    longest = max(len(problem.prompt) for problem in problems)
+    if longest + 2 > limit:
+        raise ValueError(f"a prompt of {longest} tokens does not fit the engine's max_seq_len {limit}: leave it out")
+    slots = min(slots, len(problems), engine.manifest.limits.max_batch_size)
+    sessions = {
+        name: Session(replace(engine, manifest=replace(engine.manifest, replay=settings)), slots, device, graphs=False)
+        for name, settings in formats.items()
+    }
+    tallies = {name: _Tally() for name in formats}
+    for start in range(0, len(problems), slots):
+        group = problems[start : start + slots]
+        texts = _follow(engine, sessions, group, max_new_tokens, tallies)
+        _answer(engine, sessions, group, start, texts, max_new_tokens, tallies)
+        progress(len(group))
+    return [_result(engine, name, settings, tallies) for name, settings in formats.items()]
+
+
+@torch.no_grad()
+def _follow(
+    engine: Engine,
+    sessions: Mapping[str, Session],
+    group: Sequence[Problem],
+    max_new_tokens: int,
+    tallies: Mapping[str, _Tally],
+) -> list[list[int]]:
+    """float32's greedy tokens for a group; every format reads them and is compared at each."""
+    slots = {name: [session.allocate() for _ in group] for name, session in sessions.items()}
+    for tally in tallies.values():
+        for values in (tally.tokens, tally.other, tally.kl):
+            values += [0] * len(group)
+    outputs: list[list[int]] = [[] for _ in group]
+    logits = {
+        name: torch.stack([session.prefill(slot, p.prompt) for slot, p in zip(slots[name], group, strict=True)])
+        for name, session in sessions.items()
+    }
+    running = list(range(len(group)))
+    ends, limit = set(engine.end_token_ids), engine.manifest.replay.max_seq_len
+    while running:
+        reference = logits[REFERENCE].float().log_softmax(-1)
+        chosen = reference.argmax(-1)
+        for name, tally in tallies.items():
+            predicted = logits[name].float().log_softmax(-1)
+            other = (predicted.argmax(-1) != chosen).tolist()
+            kl = (reference.exp() * (reference - predicted)).sum(-1).tolist()
+            for row, index in enumerate(running):
+                at = index - len(group)
+                tally.tokens[at] += 1
+                tally.other[at] += other[row]
+                tally.kl[at] += kl[row]
+        tokens = chosen.tolist()
+        for row, index in enumerate(running):
+            outputs[index].append(tokens[row])
+        # The last token of a sequence is not read any more.
+        going = [
+            index
+            for row, index in enumerate(running)
+            if tokens[row] not in ends
+            and len(outputs[index]) < max_new_tokens
+            and len(group[index].prompt) + len(outputs[index]) < limit
+        ]
+        if going:
+            last = [outputs[index][-1] for index in going]
+            logits = {
+                name: session.decode([slots[name][index] for index in going], last)
+                for name, session in sessions.items()
+            }
+        running = going
+    for name, session in sessions.items():
+        for slot in slots[name]:
+            session.free(slot)
+    return outputs
+
+
+def _answer(
+    engine: Engine,
+    sessions: Mapping[str, Session],
+    group: Sequence[Problem],
+    first: int,
+    outputs: Sequence[list[int]],
+    max_new_tokens: int,
+    tallies: Mapping[str, _Tally],
+) -> None:
+    """Whether each format answers right. One that chose every token of float32 would write the same text again."""
+    asked = [index for index, problem in enumerate(group) if problem.answer is not None]
+    if not asked:
+        return
+    tokenizer = engine.tokenizer
+    for name, session in sessions.items():
+        texts = {index: tokenizer.decode(outputs[index], skip_special_tokens=True) for index in asked}
+        differing = [index for index in asked if tallies[name].other[index - len(group)]]
+        if differing:
+            prompts = [group[index].prompt for index in differing]
+            results = generate(
+                session, prompts, max_new_tokens, eos_token_ids=engine.end_token_ids, tokenizer=tokenizer
+            )
+            texts |= {index: result.text for index, result in zip(differing, results, strict=True)}
+        for index in asked:
+            tallies[name].right[first + index] = is_right(texts[index], group[index].answer)
+
+
+def _result(engine: Engine, name: str, settings: ReplaySettings, tallies: Mapping[str, _Tally]) -> FormatResult:
+    tally, geometries = tallies[name], list(_geometries(engine))
+    size = traffic.slot_bytes(geometries, settings)
+    result = FormatResult(
+        name,
+        settings,
+        size.state + size.readout,
+        traffic.traffic_per_token(geometries, settings, 0, 1.0).replay,
+    )
+    result.tokens = sum(tally.tokens)
+    result.disagreement, result.disagreement_bound = upper_bound(tally.other, tally.tokens)
+    result.kl = sum(tally.kl) / result.tokens
+    if tally.right:
+        base = tallies[REFERENCE].right
+        result.accuracy = sum(tally.right.values()) / len(tally.right)
+        result.difference, result.difference_bound = paired_bound(
+            [(tally.right[index], base[index]) for index in tally.right]
+        )
+    if name == REFERENCE:
+        result.disagreement_bound = 0.0
+        result.difference_bound = None if result.difference is None else 0.0
+    return result
+
+
+def upper_bound(events: Sequence[int], trials: Sequence[int]) -> tuple[float, float]:
+    """(rate, upper bound of its 95 % interval) of events among trials in clusters, such as the tokens of texts."""
+    total, clusters = sum(trials), len(trials)
+    rate = sum(events) / total
+    spread = sum((e - rate * n) ** 2 for e, n in zip(events, trials, strict=True))
+    deviation = math.sqrt(spread * clusters / max(clusters - 1, 1)) / total
+    return rate, min(1.0, rate + max(Z_95 * deviation, RULE_OF_THREE / total))
+
+
+def paired_bound(pairs: Sequence[tuple[bool, bool]]) -> tuple[float, float]:
+    """(difference of two proportions over the same problems, lower bound of its 95 % interval)."""
+    count = len(pairs)
+    difference = sum(int(ours) - int(base) for ours, base in pairs) / count
+    changed = sum(ours != base for ours, base in pairs) / count
+    deviation = math.sqrt(max(changed - difference**2, 0.0) / count)
+    return difference, max(-1.0, difference - max(Z_95 * deviation, RULE_OF_THREE / count))
+
+
+def recommend(results: Sequence[FormatResult], max_disagreement: float, tolerance: float) -> FormatResult:
+    """The format that moves the fewest bytes among those that nothing speaks against; float32 is one."""
+    fit = [result for result in results if not result.refusal(max_disagreement, tolerance)]
+    return min(fit, key=lambda result: result.traffic_bytes)

@@ -1,0 +1,149 @@
+"""`replayssm calibrate`: which state format is safe for a model, measured on its user's own prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.option(
+    "--engine",
+    "--engine-dir",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Engine directory of target torch; its own state format does not matter.",
+)
+@click.option(
+    "--dataset",
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help='JSON lines: {"prompt": "..."} or {"messages": [...]}, with "answer": "..." where a right text ends in it.',
+)
+@click.option("--chat", is_flag=True, help="Wrap each prompt as a user's message with the checkpoint's chat template.")
+@click.option("--limit", default=0, help="Problems to use; 0 means all.", show_default=True)
+@click.option("--max-new-tokens", default=256, show_default=True, help="Most tokens to generate for a problem.")
+@click.option(
+    "--format", "formats", multiple=True, help="Format to compare; may be given several times.  [default: all]"
+)
+@click.option(
+    "--max-disagreement",
+    default=0.01,
+    show_default=True,
+    help="Share of positions at which another token may be the most likely one.",
+)
+@click.option(
+    "--tolerance", default=0.02, show_default=True, help="Loss of right answers that may not be exceeded, as a share."
+)
+@click.option("--slots", default=4, show_default=True, help="Problems at the same time, for every format.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+def calibrate(
+    engine: Path,
+    dataset: Path,
+    chat: bool,
+    limit: int,
+    formats: tuple[str, ...],
+    max_disagreement: float,
+    tolerance: float,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Compare state formats on your prompts and recommend one.
+
+    Every format reads the text that the engine writes with a float32 state; it is recommended if it would hardly choose
+    other tokens and, where answers are given, does not lose right ones, both with 95 % confidence.
+    """
+    for name, value in (("--max-disagreement", max_disagreement), ("--tolerance", tolerance)):
+        if not 0 < value < 1:
+            raise ValueError(f"{name} must lie between 0 and 1, got {value}")
+    for name, value, least in (
+        ("--limit", limit, 0),
+        ("--max-new-tokens", options["max_new_tokens"], 1),
+        ("--slots", options["slots"], 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from replayssm.runtime.engine import Engine
+    from replayssm.runtime.format_comparison import FORMATS, candidates, compare, read_problems, recommend
+
+    loaded = Engine.load(engine)
+    compared = candidates(loaded, formats or tuple(FORMATS))
+    problems = read_problems(dataset, loaded.tokenizer, chat, limit)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("Problems", total=len(problems))
+        results = compare(loaded, problems, compared, progress=lambda done: bar.advance(task, done), **options)
+    chosen = recommend(results, max_disagreement, tolerance)
+    refusals = {result.name: result.refusal(max_disagreement, tolerance) for result in results}
+    if as_json:
+        click.echo(json.dumps(_to_json(loaded, len(problems), results, refusals, chosen)))
+        return
+    _print_table(results, refusals)
+    click.echo(f"recommended: {chosen.name}, replayssm build {_build_options(chosen.settings)}")
+    if chosen.name == results[0].name and len(problems) < 200:
+        click.echo(
+            f"note: {len(problems)} problems leave wide intervals; more of them may clear a smaller format",
+            file=sys.stderr,
+        )
+
+
+def _build_options(settings: Any) -> str:
+    """Options of `replayssm build` that are not the defaults."""
+    options = {"--state-dtype": settings.state_dtype}
+    if settings.state_rounding != "nearest":
+        options["--state-rounding"] = settings.state_rounding
+    if settings.readout_dtype != "same":
+        options["--readout-dtype"] = settings.readout_dtype
+    return " ".join(f"{name} {value}" for name, value in options.items())
+
+
+def _to_json(engine: Any, problems: int, results: list, refusals: dict[str, str], chosen: Any) -> dict[str, Any]:
+    fields = (
+        *("name", "state_bytes", "traffic_bytes", "tokens", "disagreement", "disagreement_bound", "kl"),
+        *("accuracy", "difference", "difference_bound"),
+    )
+    return {
+        "model": engine.manifest.model["name"],
+        "problems": problems,
+        "formats": [
+            {**{field: getattr(result, field) for field in fields}, "refused": refusals[result.name]}
+            for result in results
+        ],
+        "recommended": chosen.name,
+        "build_options": _build_options(chosen.settings),
+    }
+
+
+def _print_table(results: list, refusals: dict[str, str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    answered = results[0].accuracy is not None
+    table = Table("format", "state MB", "MB/token", "other tokens", "KL, nats", *(["right"] if answered else []))
+    for column in table.columns:
+        column.no_wrap = True
+    for result in results:
+        cells = [
+            result.name,
+            f"{result.state_bytes / 1e6:.2f}",
+            f"{result.traffic_bytes / 1e6:.3f}",
+            f"{result.disagreement:.2%} (< {result.disagreement_bound:.2%})",
+            f"{result.kl:.1e}",
+        ]
+        if answered:
+            cells.append(f"{result.accuracy:.1%} (> {result.difference_bound:+.1%})")
+        table.add_row(*cells)
+    console = Console()
+    console.print(table)
+    for name, refusal in refusals.items():
+        if refusal:
+            console.print(f"not {name}: {refusal}", highlight=False)

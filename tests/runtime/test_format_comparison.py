@@ -1,0 +1,146 @@
+"""Formats compared on a model: the counts, their bounds, and what is recommended."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from replayssm.builders.engine import BuildOptions, build_engine
+from replayssm.runtime.engine import Engine
+from replayssm.runtime.format_comparison import (
+    FORMATS,
+    FormatResult,
+    Problem,
+    candidates,
+    compare,
+    is_right,
+    paired_bound,
+    read_problems,
+    recommend,
+    upper_bound,
+)
+from replayssm.runtime.generation import generate
+from replayssm.runtime.session import Session
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """The example model of 128 columns, which has every format."""
+    output = tmp_path_factory.mktemp("engine") / "qwen"
+    build_engine(ROOT / "examples" / "qwen3.5-tiny", output, BuildOptions(max_batch_size=4, max_seq_len=256))
+    return Engine.load(output)
+
+
+@pytest.fixture(scope="module")
+def prompts(engine):
+    questions = json.loads((ROOT / "examples" / "questions.json").read_text())
+    text = questions["qwen3.5-tiny"]["question"] if "qwen3.5-tiny" in questions else str(questions)
+    return [engine.tokenizer(text)["input_ids"][:length] for length in (40, 25, 33)]
+
+
+def test_counts_against_generation_and_by_hand(engine, prompts):
+    """float32 agrees with itself and follows its own greedy output; a 4-bit readout departs a little."""
+    names = ("float16-stochastic", "float16-stochastic+nvfp4")
+    formats = candidates(engine, names)
+    assert list(formats) == ["float32", *names]
+    plain = generate(Session(engine, slots=3), prompts, 20, eos_token_ids=engine.end_token_ids)
+    texts = [engine.tokenizer.decode(result.token_ids, skip_special_tokens=True) for result in plain]
+    problems = [Problem(prompts[0], texts[0]), Problem(prompts[1], "never written"), Problem(prompts[2])]
+    done = []
+    exact, half, small = compare(engine, problems, formats, slots=2, max_new_tokens=20, progress=done.append)
+    assert done == [2, 1]
+    assert exact.tokens == half.tokens == small.tokens == sum(len(result.token_ids) for result in plain)
+    assert (exact.disagreement, exact.disagreement_bound, exact.kl) == (0.0, 0.0, 0.0)
+    assert (exact.accuracy, exact.difference, exact.difference_bound) == (0.5, 0.0, 0.0)
+    # Errors of the state: 2^-11 against some 0.1 of 4 bits, but bf16 activations make 2^-9 of either.
+    assert 0 < half.kl < small.kl / 4 < 0.01
+    assert half.disagreement_bound >= 3 / half.tokens
+    assert exact.state_bytes == 5 * 4 * 128 * 128 * 4 == 2 * half.state_bytes
+    assert small.state_bytes == half.state_bytes + 5 * 4 * (128 * 128 * 9 // 16 + 4 * 4)
+    assert small.traffic_bytes < half.traffic_bytes < exact.traffic_bytes
+
+
+def test_bounds():
+    """By hand: rare events take 3 / n, others 1.96 deviations of clusters or of pairs."""
+    assert upper_bound([0, 0, 0], [100, 50, 150]) == (0.0, 0.01)
+    rate, bound = upper_bound([10, 0, 5, 5], [100, 100, 100, 100])
+    assert rate == 0.05
+    assert bound == pytest.approx(0.05 + 1.96 * math.sqrt((25 + 25) * 4 / 3) / 400)
+    # All in one text: far less certain than spread over them.
+    assert upper_bound([20, 0, 0, 0], [100] * 4)[1] > bound + 0.05
+    assert paired_bound([(True, True)] * 300) == (0.0, -0.01)
+    pairs = [(True, False)] * 10 + [(False, True)] * 30 + [(True, True)] * 360
+    difference, low = paired_bound(pairs)
+    assert difference == -0.05
+    assert low == pytest.approx(-0.05 - 1.96 * math.sqrt((0.1 - 0.0025) / 400))
+
+
+def test_recommendation_is_the_cheapest_that_fits(engine):
+    settings = engine.manifest.replay
+    exact = FormatResult("float32", settings, 100, 100.0, 10)
+    half = FormatResult("half", settings, 50, 50.0, 10, disagreement_bound=0.005, difference_bound=-0.01)
+    small = FormatResult("small", settings, 20, 20.0, 10, disagreement_bound=0.02, difference_bound=-0.01)
+    results = [exact, half, small]
+    assert recommend(results, 0.01, 0.02) is half
+    assert recommend(results, 0.03, 0.02) is small
+    assert recommend(results, 0.03, 0.005) is exact
+    assert "other tokens up to 2.00%, allowed 1.00%" in small.refusal(0.01, 0.02)
+    assert "accuracy may lose 1.0%, allowed 0.5%" in small.refusal(0.03, 0.005)
+
+
+def test_formats_that_do_not_apply_are_left_out(engine):
+    """The baseline has no readout copies; a seed of the engine's own format does not stand in the way."""
+    manifest = engine.manifest
+    baseline = replace(engine, manifest=replace(manifest, replay=replace(manifest.replay, buffer_len=0)))
+    assert list(candidates(baseline)) == [name for name in FORMATS if "+" not in name]
+    with pytest.raises(ValueError, match=r"no format is left to compare with float32: buffer_len 0"):
+        candidates(baseline, ["float16-stochastic+nvfp4"])
+    seeded = replace(manifest.replay, state_dtype="float8", state_rounding="stochastic", rounding_seed=5)
+    assert candidates(replace(engine, manifest=replace(manifest, replay=seeded)))["float32"].rounding_seed == 0
+    with pytest.raises(ValueError, match="unknown format 'int8'; there are float32, float16"):
+        candidates(engine, ["int8"])
+    with pytest.raises(ValueError, match="have their state format compiled in"):
+        candidates(replace(engine, manifest=replace(manifest, target="tensorrt")))
+
+
+def test_problems_are_read_and_refused_by_line(engine, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(
+        '{"prompt": "What is 2 + 2?", "answer": "4"}\n\n{"messages": [{"role": "user", "content": "Hello"}]}\n'
+    )
+    plain, chat = read_problems(path, engine.tokenizer)
+    assert plain == Problem(engine.tokenizer("What is 2 + 2?")["input_ids"], "4")
+    assert chat.answer is None
+    assert read_problems(path, engine.tokenizer, chat=True, limit=1)[0].prompt != plain.prompt
+    for text, message in (
+        ("", "holds no problems"),
+        ("[1]", "line 1: expected a JSON object"),
+        ("{}", "line 1: expected either a text prompt or messages"),
+        ('{"prompt": "a", "messages": []}', "expected either a text prompt or messages"),
+        ('{"prompt": "a", "answer": 4}', "as answer a text or nothing"),
+        ('{"prompt": "a"}\n{"prompt"', "line 2: "),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_problems(path, engine.tokenizer)
+    with pytest.raises(ValueError, match="a prompt of 255 tokens does not fit the engine's max_seq_len 256"):
+        compare(engine, [Problem([5] * 255)], candidates(engine))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        ("The answer is 42.", "42", True),
+        ("The answer is 42.\n", "is 42.", True),
+        ("42 is what it was, not 43", "42", False),
+        ("", "42", False),
+    ],
+)
+def test_right_answers(text, answer, right):
+    assert is_right(text, answer) == right

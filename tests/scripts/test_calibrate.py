@@ -1,0 +1,68 @@
+"""`replayssm calibrate` through click."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from replayssm.builders.engine import BuildOptions, build_engine
+from replayssm.scripts.cli import main
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "nemotron-h-tiny"
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    output = tmp_path_factory.mktemp("engine") / "nemotron"
+    build_engine(EXAMPLE, output, BuildOptions(max_batch_size=2, max_seq_len=128))
+    return output
+
+
+def calibrate(*arguments):
+    return CliRunner().invoke(main, ["calibrate", *map(str, arguments)])
+
+
+def test_table_recommendation_and_json(engine, tmp_path):
+    """Two prompts are too few to clear anything but float32; wide limits clear the smallest format."""
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "At first Finn owns 143 books.", "answer": "x"}\n{"prompt": "Vera owns 287 books."}\n')
+    arguments = ("--engine", engine, "--dataset", data, "--chat", "--max-new-tokens", 6)
+    formats = ("--format", "float8-stochastic", "--format", "float16-stochastic+nvfp4")
+    result = calibrate(*arguments, *formats)
+    assert result.exit_code == 0
+    assert "recommended: float32, replayssm build --state-dtype float32\n" in result.stdout
+    assert "not float8-stochastic: other tokens up to" in result.stdout
+    assert "note: 2 problems leave wide intervals" in result.stderr
+    wide = ("--max-disagreement", 0.999, "--tolerance", 0.999, "--json")
+    report = json.loads(calibrate(*arguments[:4], "--limit", 2, "--max-new-tokens", 6, *formats[2:], *wide).stdout)
+    assert [entry["name"] for entry in report["formats"]] == ["float32", "float16-stochastic+nvfp4"]
+    assert report["problems"] == 2
+    assert (report["recommended"], report["formats"][1]["refused"]) == (
+        "float32",
+        "accuracy may lose 100.0%, allowed 99.9%",
+    )
+    data.write_text('{"prompt": "At first Finn owns 143 books."}\n')
+    report = json.loads(calibrate(*arguments, *formats[2:], *wide).stdout)
+    assert report["recommended"] == "float16-stochastic+nvfp4"
+    expected = "--state-dtype float16 --state-rounding stochastic --readout-dtype nvfp4"
+    assert report["build_options"] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tolerance", 0), "--tolerance must lie between 0 and 1, got 0.0"),
+        (("--slots", 0), "--slots must be at least 1, got 0"),
+        (("--format", "int8"), "unknown format 'int8'"),
+    ],
+)
+def test_bad_input_is_one_line(engine, tmp_path, options, message):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a"}\n')
+    result = calibrate("--engine", engine, "--dataset", data, *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
