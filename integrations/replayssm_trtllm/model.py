@@ -53,7 +53,7 @@ class ReplayModel:
         # Layers run in order; pipeline ranks skip some of them. An earlier one, or the same again, begins a new call.
         number = self._order[id(layer)]
         if number <= self._last:
-            self._begin_or_refuse(layer, attn_metadata, mamba_metadata)
+            self._begin_or_refuse(attn_metadata, mamba_metadata)
         self._last = number
         if self.stopped:
             return False
@@ -77,10 +77,10 @@ class ReplayModel:
 
     # ---------------------------------------------------------------- one forward call of the model
 
-    def _begin_or_refuse(self, layer: Layer, attn_metadata: Any, mamba_metadata: Any) -> None:
+    def _begin_or_refuse(self, attn_metadata: Any, mamba_metadata: Any) -> None:
         """Until replay has begun, whatever goes wrong is a reason not to begin; afterwards it is an error."""
         try:
-            self._begin(layer, attn_metadata.kv_cache_manager, Batch.read(attn_metadata, mamba_metadata))
+            self._begin(attn_metadata.kv_cache_manager, Batch.read(attn_metadata, mamba_metadata))
         except RefusedError as reason:
             self._refuse(reason)
         except Exception as error:
@@ -93,7 +93,7 @@ class ReplayModel:
         self._release()
         say_refused(reason)
 
-    def _begin(self, layer: Layer, manager: Any, batch: Batch) -> None:
+    def _begin(self, manager: Any, batch: Batch) -> None:
         capturing = batch.slots.is_cuda and torch.cuda.is_current_stream_capturing()
         self._batch, self._rows = batch, None
         pools = self._pools(manager)

@@ -86,6 +86,25 @@ class Pair:
         for executor in (self.ours, self.theirs):
             executor.finish(request)
 
+    @staticmethod
+    def difference(outputs: tuple[torch.Tensor, torch.Tensor]) -> float:
+        """Largest difference over any row, relative to the row's norm; ours must be finite."""
+        ours, theirs = (part.double() for part in outputs)
+        assert torch.isfinite(ours).all()
+        return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
+
+    def run_some(self, steps: int = 20) -> float:
+        """Two requests' prompts and some steps; the largest difference."""
+        return max(self.difference(self.step([(1, 3), (2, 5)])), self.run_more(steps))
+
+    def run_more(self, steps: int = 20) -> float:
+        return max(self.difference(self.step((), [1, 2])) for _ in range(steps))
+
+    def stale(self, request: int = 1) -> bool:
+        """Whether our pool is behind upstream's."""
+        ours, theirs = self.pools(0, request)
+        return bool((ours - theirs).norm() > 0.01 * theirs.norm())
+
     def pools(self, layer: int, request: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The request's state in both pools, fp64."""
         return tuple(

@@ -13,13 +13,6 @@ EXACT = 2e-6
 LONG = 2000
 
 
-def difference(pair: tuple[torch.Tensor, torch.Tensor]) -> float:
-    """Largest difference over any row's outputs, relative to the row's norm."""
-    ours, theirs = (part.double() for part in pair)
-    assert torch.isfinite(ours).all()
-    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
-
-
 def random_schedule(pair, steps: int, seed: int, chunked: bool = True) -> tuple[float, int]:
     """Random admission, chunked prompts, decoding with padding rows, and endings. (largest difference, decoded)."""
     choose = random.Random(seed)
@@ -36,7 +29,7 @@ def random_schedule(pair, steps: int, seed: int, chunked: bool = True) -> tuple[
         decodes = [request for request in running if choose.random() < 0.9]
         padding = 0 if contexts else choose.randint(0, 3)
         if contexts or decodes:
-            worst = max(worst, difference(pair.step(contexts, decodes, padding)))
+            worst = max(worst, pair.difference(pair.step(contexts, decodes, padding)))
             decoded += len(decodes)
         running += [request for request in prompts if prompts[request] == 0]
         prompts = {request: left for request, left in prompts.items() if left}
@@ -85,11 +78,11 @@ def test_prompt_and_decode_rows_of_a_gdn_batch_are_parted(pair):
     served.kernel_calls = 0
     rows = served.trtllm.chunk.CALLS
     del rows[:]
-    assert difference(served.step([(3, 2), (4, 5)], [1, 2])) < EXACT
+    assert served.difference(served.step([(3, 2), (4, 5)], [1, 2])) < EXACT
     layers = len(served.config.layers)
     assert rows == [2] * layers + [4] * layers  # ours, then theirs
     assert served.kernel_calls == 0
-    assert difference(served.step((), [4, 1, 3, 2])) < EXACT
+    assert served.difference(served.step((), [4, 1, 3, 2])) < EXACT
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "gdn"])
@@ -112,7 +105,7 @@ def test_reused_slot_does_not_continue_its_old_sequence(pair, with_kv_lens):
     served.finish(1)
     served.step([(2, 12)])
     for _ in range(20):
-        assert difference(served.step((), [2])) < EXACT
+        assert served.difference(served.step((), [2])) < EXACT
 
 
 def test_state_that_arrives_without_a_prompt(pair):
@@ -128,14 +121,14 @@ def test_state_that_arrives_without_a_prompt(pair):
             states[0].copy_(torch.randn(states[0].shape))
         executor.done[1] = 40
     for _ in range(20):
-        assert difference(served.step((), [1])) < EXACT
+        assert served.difference(served.step((), [1])) < EXACT
 
 
 def test_padding_rows_leave_other_slots_alone(pair):
     served = pair("mamba2")
     served.step([(1, 3), (2, 6)])
     for _ in range(40):
-        assert difference(served.step((), [1, 2], padding=4)) < EXACT
+        assert served.difference(served.step((), [1, 2], padding=4)) < EXACT
 
 
 def test_inputs_between_flushes_leave_the_pool_behind(pair):
@@ -159,7 +152,7 @@ def test_buffer_len_of_the_environment(pair, monkeypatch):
     served.step([(1, 5)])
     written, (before, _) = 0, served.pools(0, 1)
     for _ in range(16):
-        assert difference(served.step((), [1])) < EXACT
+        assert served.difference(served.step((), [1])) < EXACT
         now, _ = served.pools(0, 1)
         written, before = written + int(not torch.equal(now, before)), now
     assert written == 16 // 4 - 1
@@ -200,7 +193,7 @@ def test_long_sequences(trtllm, pair, kind, pool_dtype, steps):
         call = ([(1, 3)], ()) if step == 0 else ((), [1])
         results = served.step(*call)
         truth = judge.step(*call).double()
-        worst = max(worst, difference(results))
+        worst = max(worst, served.difference(results))
         errors += torch.stack([(result.double() - truth).square().sum() for result in results]) if step else 0
     if pool_dtype == torch.float32:
         assert worst < EXACT

@@ -28,12 +28,6 @@ def cuda_pair(trtllm, pair):
     return make
 
 
-def difference(pair: tuple[torch.Tensor, torch.Tensor]) -> float:
-    ours, theirs = (part.double() for part in pair)
-    assert torch.isfinite(ours).all()
-    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
-
-
 def errors_of(served) -> int:
     mixer = served.ours.model.model[0]
     layer = getattr(mixer, "forward_extend", None) or mixer._stp_ssu_func
@@ -50,14 +44,14 @@ def errors_of(served) -> int:
 )
 def test_eager(trtllm, cuda_pair, kind, manager, pool_dtype):
     served = cuda_pair(kind, manager=manager, pool_dtype=pool_dtype)
-    worst = difference(served.step([(1, 5), (2, 9)]))
+    worst = served.difference(served.step([(1, 5), (2, 9)]))
     served.kernel_calls = 0
     for step in range(60):
         contexts = [(3, 4)] if step == 20 else [(4, 7)] if step == 41 else []
         decodes = [1, 2] + ([3] if 20 < step < 40 else []) + ([4] if step > 41 else [])
         if step == 40:
             served.finish(3)
-        worst = max(worst, difference(served.step(contexts, decodes, 0 if contexts else step % 3)))
+        worst = max(worst, served.difference(served.step(contexts, decodes, 0 if contexts else step % 3)))
     assert worst < TOLERANCE
     assert served.kernel_calls == 0
     assert errors_of(served) == 0
@@ -68,21 +62,21 @@ def test_eager(trtllm, cuda_pair, kind, manager, pool_dtype):
 def test_captured_graphs(cuda_pair, kind):
     """Graphs of two sizes with padding rows, between eager steps with prompts; one slot changes hands."""
     served = cuda_pair(kind, manager="CppMambaHybridCacheManager")
-    worst = difference(served.step([(1, 5), (2, 9), (3, 2)]))
+    worst = served.difference(served.step([(1, 5), (2, 9), (3, 2)]))
     running = [1, 2, 3]
     for step in range(90):
         if step == 30:
             served.finish(2)
             # As long as request 2 was: only the prompt tells the slot's new owner from the old one.
-            worst = max(worst, difference(served.step([(5, 9 + 30)], [1, 3])))
+            worst = max(worst, served.difference(served.step([(5, 9 + 30)], [1, 3])))
             running = [1, 3, 5]
         if step == 60:
-            worst = max(worst, difference(served.step([(6, 4), (1, 3)], [5])))
+            worst = max(worst, served.difference(served.step([(6, 4), (1, 3)], [5])))
             running = [6, 5, 1, 3]
         size = 4 if step % 7 else 6
         ours = served.ours.replay(running, size)
         theirs = served.theirs.step((), running)
-        worst = max(worst, difference((ours, theirs)))
+        worst = max(worst, served.difference((ours, theirs)))
     assert worst < TOLERANCE
     assert errors_of(served) == 0
     assert set(served.ours.graphs) == {4, 6}
@@ -106,15 +100,15 @@ def test_rings_that_do_not_fit(trtllm, cuda_pair, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1000, 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 0)
-    assert difference(served.step([(1, 5)])) < TOLERANCE
-    assert difference(served.step((), [1])) < TOLERANCE
+    assert served.difference(served.step([(1, 5)])) < TOLERANCE
+    assert served.difference(served.step((), [1])) < TOLERANCE
     (line,) = [line for line in trtllm.lines("warning") if "ReplaySSM" in line]
     assert "lower kv_cache_config.free_gpu_memory_fraction or max_batch_size" in line
 
 
 def test_sizes_without_a_kernel(trtllm, cuda_pair):
     served = cuda_pair("mamba2", rows=12)
-    assert difference(served.step([(1, 5)])) < TOLERANCE
-    assert difference(served.step((), [1])) < TOLERANCE
+    assert served.difference(served.step([(1, 5)])) < TOLERANCE
+    assert served.difference(served.step((), [1])) < TOLERANCE
     (line,) = [line for line in trtllm.lines("warning") if "ReplaySSM" in line]
     assert "no kernel for this model on this GPU" in line

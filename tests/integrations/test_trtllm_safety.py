@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -14,30 +12,13 @@ EXACT = 2e-6
 """As in test_trtllm_decode.py."""
 
 
-def difference(pair: tuple[torch.Tensor, torch.Tensor]) -> float:
-    ours, theirs = (part.double() for part in pair)
-    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
-
-
 def warnings_of(trtllm) -> list[str]:
     return [line for line in trtllm.lines("warning") if "ReplaySSM" in line]
 
 
-def run_some(served, steps: int = 20) -> float:
-    """Two requests, some steps; the largest difference."""
-    worst = difference(served.step([(1, 3), (2, 5)]))
-    for _ in range(steps):
-        worst = max(worst, difference(served.step((), [1, 2])))
-    return worst
-
-
-def run_more(served, steps: int = 20) -> float:
-    return max(difference(served.step((), [1, 2])) for _ in range(steps))
-
-
 def assert_untouched(trtllm, served, reason: str) -> None:
     """Bit-equal to a model without our module, said once, and every decode call went to upstream's operator."""
-    assert run_some(served) == 0
+    assert served.run_some() == 0
     lines = warnings_of(trtllm)
     assert len(lines) == 1, lines
     assert lines[0].startswith("[ReplaySSM] not active, TensorRT-LLM is unchanged: ")
@@ -147,7 +128,7 @@ def test_eviction_as_the_enum_of_tensorrt_llm(trtllm, pair):
 def test_transceiver_without_a_backend_is_none(trtllm, pair):
     args = trtllm.llm_args.TorchLlmArgs(cache_transceiver_config=SimpleNamespace(backend=None))
     served = pair(args=args)
-    assert run_some(served) < EXACT
+    assert served.run_some() < EXACT
     assert not warnings_of(trtllm)
 
 
@@ -219,7 +200,7 @@ def test_unknown_manager(trtllm, pair):
 
 def test_trusted_manager(trtllm, pair, monkeypatch):
     monkeypatch.setenv("TRTLLM_REPLAYSSM_TRUST", "manager")
-    assert run_some(pair(manager="NewKindOfManager")) < EXACT
+    assert pair(manager="NewKindOfManager").run_some() < EXACT
     assert not warnings_of(trtllm)
 
 
@@ -318,169 +299,6 @@ def test_pool_that_the_kernels_cannot_address(trtllm, pair):
     assert_untouched(trtllm, served, "must be dense")
 
 
-# ------------------------------------------------------- whoever reads the pool between two tokens finds it current
-
-
-FULL = 25
-"""Steps behind which every row of a ring of 17 has held a token: one too many or too few would count."""
-
-
-def stale(served, request: int = 1) -> bool:
-    """Whether our pool is behind upstream's: without it, the tests below would test nothing."""
-    ours, theirs = served.pools(0, request)
-    return bool((ours - theirs).norm() > 0.01 * theirs.norm())
-
-
-@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
-@pytest.mark.parametrize("with_kv_lens", [True, False])
-def test_prompt_that_continues_a_decoded_sequence(pair, kind, with_kv_lens):
-    """The prompt operators start from the pool."""
-    served = pair(kind, with_kv_lens=with_kv_lens)
-    run_some(served, FULL)
-    assert stale(served)
-    assert difference(served.step([(1, 6)], [2])) < EXACT
-    for _ in range(20):
-        assert difference(served.step((), [2, 1])) < EXACT
-
-
-def test_prompt_that_continues_a_state_from_elsewhere(pair):
-    """The slot's ring belongs to what was there before, which must not be folded into what came."""
-    served = pair("mamba2", slots=1)
-    served.step([(1, 5)])
-    for _ in range(FULL):
-        served.step((), [1])
-    for executor in (served.ours, served.theirs):
-        torch.manual_seed(7)
-        for layer in served.config.layers:
-            executor.manager.get_ssm_states(layer)[0].copy_(torch.randn(4, 8, 16))
-        executor.done[1] = 90
-    assert difference(served.step([(1, 4)])) < EXACT
-    for _ in range(20):
-        assert difference(served.step((), [1])) < EXACT
-
-
-def test_mixed_batch_that_cannot_be_parted(trtllm, pair):
-    """A version with an argument that we do not know: the chunked kernel reads the decode rows' states."""
-    served = pair("gdn")
-    run_some(served, FULL)
-    assert stale(served)
-    for executor in (served.ours, served.theirs):
-        for mixer in executor.model.model:
-            mixer.unknown_arguments = {"packed_layout": True}
-    assert difference(served.step([(3, 4)], [1, 2])) < EXACT
-    assert not stale(served)
-    for _ in range(20):
-        assert difference(served.step((), [2, 1, 3])) < EXACT
-    assert any("a call that this module does not know" in line for line in warnings_of(trtllm))
-
-
-def test_decode_call_with_an_unknown_argument(trtllm, pair):
-    served = pair()
-    run_some(served, FULL)
-    assert stale(served)
-    layer = served.ours.model.model[0]._stp_ssu_func.__self__
-    known = layer._is_one_token
-    layer._is_one_token = lambda **call: False
-    assert difference(served.step((), [1, 2])) < EXACT
-    assert not stale(served)
-    layer._is_one_token = known
-    for _ in range(20):
-        assert difference(served.step((), [2, 1])) < EXACT
-
-
-@pytest.mark.parametrize("spelling", ["selective_state_update_func", "_stp_ssu_func"])
-def test_verify_step(trtllm, pair, spelling):
-    """A deployment without speculation has none; if one comes all the same, it reads the pool and leaves it."""
-    served = pair(spelling=spelling, layers=(0,))
-    run_some(served, FULL)
-    assert stale(served)
-    buffers = []
-    for executor in (served.ours, served.theirs):
-        executor.manager.speculative = True
-        states = executor.manager.get_ssm_states(0)
-        executor.manager.intermediate_ssm = states.new_zeros(2, 4, *states.shape[1:])
-        buffers.append(executor.manager.intermediate_ssm)
-    results = served.step((), [1, 2], spec_metadata=object(), tokens=4)
-    assert difference(results) < EXACT
-    assert not stale(served)
-    torch.testing.assert_close(*buffers, rtol=EXACT, atol=EXACT)
-    # All drafts rejected: both go on from the state before them.
-    for executor in (served.ours, served.theirs):
-        executor.manager.speculative = False
-        for request in (1, 2):
-            executor.done[request] -= 4
-    for _ in range(20):
-        assert difference(served.step((), [1, 2])) < EXACT
-
-
-def call_plain_operator(trtllm, served, layer: int) -> None:
-    """Let a mixer of ours call TensorRT-LLM's operator as if its code had another name for it."""
-    served.ours.model.model[layer]._stp_ssu_func = trtllm.ssu.selective_state_update
-
-
-def test_mixer_that_never_calls_the_operator(trtllm, pair):
-    """The first layer replays a token before the second one shows: then everything is handed back."""
-    served = pair()
-    call_plain_operator(trtllm, served, layer=1)
-    assert run_some(served, 1) < EXACT
-    assert stale(served)
-    assert run_more(served) < EXACT
-    for layer in (0, 1):
-        for request in (1, 2):
-            assert difference(tuple(pool.flatten()[None] for pool in served.pools(layer, request))) < EXACT
-    (line,) = warnings_of(trtllm)
-    assert "stopped, TensorRT-LLM's operators go on: the mixer of layer 1 decodes without the operator" in line
-
-
-def test_mixer_that_stops_calling_the_operator(trtllm, pair):
-    """Its pool is behind by then: nothing but an error will do."""
-    served = pair()
-    run_some(served, FULL)
-    call_plain_operator(trtllm, served, layer=1)
-    with pytest.raises(RuntimeError, match="decodes without the operator that this module knows, on states that are"):
-        served.step((), [1, 2])
-
-
-@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
-def test_weights_that_are_updated_in_place(pair, kind):
-    """Reinforcement learning loads new weights into a running deployment, between requests."""
-    served = pair(kind)
-    run_some(served, FULL)
-    for executor in (served.ours, served.theirs):
-        with torch.no_grad():
-            for mixer in executor.model.model:
-                constant = mixer.A if kind == "mamba2" else mixer.A_log
-                constant.data.copy_(constant * 0.5)
-    for request in (1, 2):
-        served.finish(request)
-    assert run_some(served, FULL) < EXACT
-
-
-def test_new_pool(trtllm, pair):
-    """The estimate of the memory uses a pool of its own; the real one comes later, with other slots."""
-    served = pair()
-    run_some(served, FULL)
-    for executor in (served.ours, served.theirs):
-        executor.manager = trtllm.managers.MixedMambaHybridCacheManager(served.config, 9, torch.float32)
-        executor.metadata.kv_cache_manager = executor.manager
-        executor.done.clear()
-    assert run_some(served) < EXACT
-    assert sum("active for 2 recurrent layers" in line for line in trtllm.lines("info")) == 2
-
-
-@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
-def test_pools_are_not_kept_alive(pair, kind):
-    """TensorRT-LLM frees the pools of its estimate before it makes the real ones, and C++ pools under their views."""
-    served = pair(kind)
-    run_some(served, 3)
-    served.step([(3, 2)], [1])
-    executor = served.ours
-    watched = [weakref.ref(executor.manager), weakref.ref(executor.manager.ssm_states)]
-    executor.manager = executor.metadata.kv_cache_manager = None
-    gc.collect()
-    assert [watch() for watch in watched] == [None, None]
-
-
 def test_metadata_of_an_unknown_form(trtllm, pair):
     """What is wrong before replay began is a reason not to begin."""
     served = pair()
@@ -490,21 +308,3 @@ def test_metadata_of_an_unknown_form(trtllm, pair):
         assert_untouched(trtllm, served, "ZeroDivisionError: division by zero")
     finally:
         metadata.read = real
-
-
-def test_call_without_a_pool(pair):
-    """Warm-ups without a state manager fail in upstream's mixer, with upstream's error."""
-    served = pair()
-    served.ours.metadata.kv_cache_manager = None
-    with pytest.raises(AttributeError, match="NoneType"):
-        served.ours.step([(1, 3)])
-
-
-def test_error_flag_is_raised(pair):
-    """An invalid row never passes in silence."""
-    served = pair(layers=(0,))
-    run_some(served, 2)
-    layer = served.ours.model.model[0]._stp_ssu_func.__self__
-    layer.state.error_flag.fill_(2)
-    with pytest.raises(RuntimeError, match=r"ReplaySSM: a row's seq_len lies below its checkpoint"):
-        run_some(served, 70)
