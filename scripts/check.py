@@ -36,12 +36,18 @@ def check(engine: Path, checkpoint: Path | None, device: str, operators: bool, s
 
     Ends with exit code 1 if anything differs by more than rounding. Needs TensorRT and the GPU of the plans.
     """
+    import torch
+
+    from replayssm.plugins import tensorrt_ops
     from replayssm.runtime.engine import Engine
     from replayssm.runtime.plan_check import PlanCheck
 
     loaded = Engine.load(engine)
     if not loaded.has_plans:
         raise ValueError(f"{engine} was built for target torch, and check compares plans: use --target tensorrt")
+    tensorrt_ops.load_module(loaded.manifest.target)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("plans run on a GPU, and torch sees none here (`replayssm doctor` says why)")
     oracle = None if checkpoint is None else _oracle(loaded, checkpoint)
     findings = []
     checks = PlanCheck(loaded, device, oracle, _prompts(loaded), seed)

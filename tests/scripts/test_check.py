@@ -67,6 +67,21 @@ def test_copies_are_reported_for_both_alias_modes(check, plan_engine, alias):
     assert "build with the other --alias" in aliasing["detail"]
 
 
+def test_a_machine_without_tensorrt_or_gpu(plan_engine, monkeypatch, tmp_path):
+    """By default, without a word about devices."""
+    engine, _ = plan_engine("nano", **SMALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = CliRunner().invoke(main, ["check", str(engine.directory)])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "plans run on a GPU, and torch sees none here" in result.stderr
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    result = CliRunner().invoke(main, ["check", str(engine.directory)])
+    expected = "the tensorrt target needs the package tensorrt, which is not installed"
+    assert result.stderr == f"error: {expected}: pip install '.[tensorrt]' in the project's folder\n"
+    assert not (tmp_path / "replayssm-check.json").exists()
+
+
 def test_what_cannot_be_checked_is_one_line(check, plan_engine, tiny_checkpoint, tmp_path, monkeypatch):
     build_engine(tiny_checkpoint("nano"), tmp_path / "torch", BuildOptions(max_seq_len=64))
     engine, _ = plan_engine("nano", **SMALL)
