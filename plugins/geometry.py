@@ -267,8 +267,6 @@ def _check(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, row
         reasons.append(f"the checkpoint is {settings.state_dtype}")
     if settings.state_rounding != "nearest" and not readout:
         reasons.append(f"the checkpoint is rounded {settings.state_rounding}")
-    if settings.readout_dtype != "same" and geometry.kind == "gdn":
-        reasons.append(f"the readout is {settings.readout_dtype}")
     if geometry.kind == "gdn" and settings.u_format == "exact" and not (settings.is_baseline or settings.serial_exact):
         reasons.append("u is exact")
     if settings.buffer_len > MAX_HISTORY or settings.max_window > MAX_WINDOW:

@@ -60,8 +60,8 @@ def readout_config(
     ]
     if not fitting:
         raise UnsupportedGeometryError(
-            f"{kernel}: no block of whole row tiles ({geometry.row_tiles} of {rows} x {columns}) fits {capacity} bytes of "
-            f"shared memory"
+            f"{kernel}: no block of whole row tiles ({geometry.row_tiles} of {rows} x {columns}) fits {capacity} bytes "
+            "of shared memory"
         )
     warps, count = max(fitting, key=lambda one: (one[0], one[1]))
     shared, threads = _shared_bytes(kernel, geometry, settings, count, warps), 32 * warps
@@ -122,5 +122,9 @@ def _shared_bytes(
     if geometry.kind == "mamba2":
         total = tile + tokens * key + 2 * window * key + warps * tokens * own + row_max + window * 4
     else:
-        raise UnsupportedGeometryError("gdn_readout is not written yet")
+        planes, queries, several = settings.u_planes[0], 2 * window, window > 1
+        pairs = warps * queries * round_up(window, 8) * 4 if several else 4
+        outputs = warps * 32 * (queries + 1) * 4 if several else 4
+        total = tile + tokens * key + 2 * queries * key + warps * planes * tokens * own + warps * window * own
+        total += row_max + queries * 4 + pairs + outputs
     return round_up(round_up(total, 8) + 16, 128)
