@@ -75,3 +75,48 @@ def gdn_peers(layer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
         return o[:, 0]
 
     return {f"fla {_version('flash-linear-attention')} fused_recurrent": call}
+
+
+def mamba2_prefill_peers(prompt) -> dict[str, list[Callable[[], torch.Tensor]]]:
+    """name -> one call per input set, returning y; mamba-ssm's chunk scan, one entry per chunk length."""
+    try:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as scan
+    except ImportError:
+        return {}
+    A_log, D, dt_bias = prompt.constants
+    A, shape = -torch.exp(A_log), (prompt.batch, prompt.tokens)
+
+    def call(inputs: list[torch.Tensor], chunk: int) -> torch.Tensor:
+        x, dt, B, C = (tensor.unflatten(0, shape) for tensor in inputs)
+        with torch.no_grad():
+            y, _ = scan(x, dt, A, B, C, chunk, D=D, dt_bias=dt_bias, dt_softplus=True, return_final_states=True)
+        return y
+
+    return {
+        f"mamba-ssm {_version('mamba-ssm')} chunk {chunk}": [
+            lambda inputs=inputs, chunk=chunk: call(inputs, chunk) for inputs in prompt.inputs
+        ]
+        for chunk in (128, 256)
+    }
+
+
+def gdn_prefill_peers(prompt) -> dict[str, list[Callable[[], torch.Tensor]]]:
+    """name -> one call per input set, returning o; flash-linear-attention's chunked gated delta rule."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as chunked
+    except ImportError:
+        return {}
+    A_log, dt_bias = prompt.constants
+    shape = (prompt.batch, prompt.tokens)
+
+    def call(inputs: list[torch.Tensor]) -> torch.Tensor:
+        q, k, v, a, b = (tensor.unflatten(0, shape) for tensor in inputs)
+        with torch.no_grad():
+            o, _ = chunked(
+                q, k, v, g=a, beta=b, output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+                A_log=A_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True, state_v_first=True,
+            )  # fmt: skip
+        return o
+
+    name = f"fla {_version('flash-linear-attention')} chunk"
+    return {name: [lambda inputs=inputs: call(inputs) for inputs in prompt.inputs]}

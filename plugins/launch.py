@@ -28,6 +28,9 @@ from replayssm.plugins.nvrtc import compile_kernel
 from replayssm.plugins.prefill_geometry import prefill_config_or_none
 from replayssm.plugins.state import LayerState
 
+LIKELY_PROMPT = 128
+"""Tokens of a prefill row, as a guess from which the number of prefill rows of a call follows."""
+
 
 def mamba2_window(
     x: torch.Tensor,
@@ -114,7 +117,9 @@ def prefill_kernel(state: LayerState, tokens: int, rows: int, arch: int) -> Kern
     """
     if tokens <= rows * state.settings.max_window:
         return None
-    return prefill_config_or_none(state.geometry, state.settings, arch)
+    # A guess that changes the speed only: prompts are long.
+    prompts = max(1, min(rows, tokens // LIKELY_PROMPT))
+    return prefill_config_or_none(state.geometry, state.settings, arch, prompts)
 
 
 def causal_conv1d_window(

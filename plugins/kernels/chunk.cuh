@@ -9,7 +9,7 @@
 // where activations are fp16; activations enter exactly. All sums are fp32.
 //
 // The operator's source defines HEADS, GROUPS, ROWS and COLUMNS; the build stamps in what replay.cuh needs and CHUNK,
-// STAGES (chunks of tokens in shared memory, 2 or 3) and PREPARING_WARPS.
+// STAGES (chunks of tokens in shared memory, 2 or 3), PREPARING_WARPS and SWIZZLE.
 #pragma once
 #include "replay.cuh"
 
@@ -21,18 +21,20 @@ constexpr int COLUMN_TILES = COLUMNS / 8;
 constexpr int PAIR_BLOCKS = TOKEN_BLOCKS * (TOKEN_BLOCKS + 1) / 2;  // 16 queries x 16 tokens, lower triangle
 constexpr int FRAGMENTS = 2 * PAIR_BLOCKS;                          // 8 queries x 16 tokens
 constexpr int LANE_TOKENS = CHUNK / 32;                             // of the warp that scans a chunk
-constexpr bool SWIZZLED = COLUMNS % 64 == 0;
-constexpr int CHUNK_STRIDE = SWIZZLED ? COLUMNS : COLUMNS + 8;
+// Either 16 bytes of padding or, where those do not fit, an exclusive-or of column and row spreads the rows of a matrix
+// over all banks. Padding costs no address arithmetic.
+constexpr int CHUNK_STRIDE = SWIZZLE ? COLUMNS : COLUMNS + 8;
 // A log decay below this is a decay of zero in fp32; the bound keeps sums of several finite.
 constexpr float LOWEST_LOG_DECAY = -128.f;
 
 static_assert(CHUNK % 32 == 0 && MAX_HISTORY <= CHUNK, "one warp scans a chunk; one chunk holds the history");
+static_assert(!SWIZZLE || COLUMNS % 64 == 0, "eight copies of 16 bytes trade places");
 static_assert(COLUMNS <= 128, "a lane holds 4 elements of every 8 columns in registers");
 
 #define BARRIER_CHUNK 1      // all threads, after each chunk
 #define BARRIER_PREPARING 2  // the preparing warps
 
-// What all state warps need to know of a chunk. Double buffered.
+// What all warps need to know of a chunk's decays.
 struct Gates {
     alignas(16) float entering[CHUNK];  // decay from the chunk's beginning to and including a token
     alignas(16) float leaving[CHUNK];   // factor of a token in the state at the chunk's end
@@ -41,6 +43,8 @@ struct Gates {
 #endif
     alignas(16) float total;            // decay over the chunk
 };
+// Computed two chunks ahead of the state warps, beside the pairs of tokens of the chunk in between.
+constexpr int GATE_STAGES = 3;
 
 struct Chunk {
     int index, valid;  // -1 is the history
@@ -49,7 +53,7 @@ struct Chunk {
 
 // Element `column` (a multiple of 8) of a token in shared memory; rows of one matrix load hit different banks.
 DEVICE activation_t* token_at(activation_t* tokens, int row, int column) {
-    if constexpr (SWIZZLED) return tokens + row * CHUNK_STRIDE + ((column / 8) ^ (row & 7)) * 8;
+    if constexpr (SWIZZLE) return tokens + row * CHUNK_STRIDE + ((column / 8) ^ (row & 7)) * 8;
     return tokens + row * CHUNK_STRIDE + column;
 }
 DEVICE const activation_t* token_at(const activation_t* tokens, int row, int column) {
@@ -62,6 +66,12 @@ DEVICE const activation_t* token_at(const activation_t* tokens, int row, int col
 DEVICE void split_pair(float a, float b, u32& high, u32& low) {
     high = pack_bf16(a, b);
     low = pack_bf16(a - bf16_low(high), b - bf16_high(high));
+}
+
+// Two numbers rounded to the activation format, the first in the low half.
+DEVICE u32 pack_activations(float low, float high) {
+    if constexpr (ACTIVATION_FORMAT == FORMAT_BF16) return pack_bf16(low, high);
+    return (u32)float_to_activation(low) | (u32)float_to_activation(high) << 16;
 }
 
 // First operand [16 x 16] of numbers that are no activations; element order as in mma_16bit.
@@ -134,28 +144,82 @@ DEVICE void accumulate(float (&d)[4], const Wide& a, u32 b0, u32 b1) {
     accumulate_tf32(d, a.value, b, false, true);
 #endif
 }
-// a: activations; b: a fragment.
+// a: activations; b: a fragment, of which PASS 0 takes the high and PASS 1 the low halves.
+template <int PASS>
 DEVICE void accumulate_exact(float (&d)[4], const u32 (&a)[4], const uint4& b) {
 #if ACTIVATION_FORMAT == FORMAT_BF16
-    mma_16bit<FORMAT_BF16>(d, a[0], a[1], a[2], a[3], b.x, b.y);
-    mma_16bit<FORMAT_BF16>(d, a[0], a[1], a[2], a[3], b.z, b.w);
+    mma_16bit<FORMAT_BF16>(d, a[0], a[1], a[2], a[3], PASS ? b.z : b.x, PASS ? b.w : b.y);
 #else
+    if (PASS) return;
     const float values[8] = {activation_low(a[0]), activation_high(a[0]), activation_low(a[1]), activation_high(a[1]),
                              activation_low(a[2]), activation_high(a[2]), activation_low(a[3]), activation_high(a[3])};
     const float fragment[4] = {bits_to_float(b.x), bits_to_float(b.y), bits_to_float(b.z), bits_to_float(b.w)};
     accumulate_tf32(d, values, fragment, true, false);
 #endif
 }
-// Neither holds activations; the product of both low halves is below what either keeps.
+// Neither holds activations. Three passes; the product of both low halves is below what either keeps.
+template <int PASS>
 DEVICE void accumulate_wide(float (&d)[4], const Wide& a, const uint4& b) {
 #if ACTIVATION_FORMAT == FORMAT_BF16
-    mma_16bit<FORMAT_BF16>(d, a.high[0], a.high[1], a.high[2], a.high[3], b.x, b.y);
-    mma_16bit<FORMAT_BF16>(d, a.low[0], a.low[1], a.low[2], a.low[3], b.x, b.y);
-    mma_16bit<FORMAT_BF16>(d, a.high[0], a.high[1], a.high[2], a.high[3], b.z, b.w);
+    const u32(&half)[4] = PASS == 1 ? a.low : a.high;
+    mma_16bit<FORMAT_BF16>(d, half[0], half[1], half[2], half[3], PASS == 2 ? b.z : b.x, PASS == 2 ? b.w : b.y);
 #else
+    if (PASS) return;
     const float fragment[4] = {bits_to_float(b.x), bits_to_float(b.y), bits_to_float(b.z), bits_to_float(b.w)};
     accumulate_tf32(d, a.value, fragment, false, false);
 #endif
+}
+
+// d[n] += a . fragments (n, BLOCK) for the tiles n from FIRST on, a few at a time, so that products which wait for each
+// other have others between them. `fragments` points at the lane's own words.
+template <int FIRST, int BLOCK>
+DEVICE void accumulate_tiles(float (&d)[TOKEN_TILES][4], const Wide& a, const uint4* fragments) {
+    constexpr int AT_ONCE = 4;
+#pragma unroll
+    for (int n = FIRST; n < TOKEN_TILES; n += AT_ONCE) {
+        uint4 b[AT_ONCE];
+#pragma unroll
+        for (int m = 0; m < AT_ONCE; m++)
+            if (n + m < TOKEN_TILES) b[m] = fragments[fragment_index(n + m, BLOCK) * 32];
+#pragma unroll
+        for (int m = 0; m < AT_ONCE; m++)
+            if (n + m < TOKEN_TILES) accumulate_wide<0>(d[n + m], a, b[m]);
+#pragma unroll
+        for (int m = 0; m < AT_ONCE; m++)
+            if (n + m < TOKEN_TILES) accumulate_wide<1>(d[n + m], a, b[m]);
+#pragma unroll
+        for (int m = 0; m < AT_ONCE; m++)
+            if (n + m < TOKEN_TILES) accumulate_wide<2>(d[n + m], a, b[m]);
+    }
+}
+template <int BLOCK>
+DEVICE void accumulate_tiles(float (&d)[TOKEN_TILES][4], const u32 (&a)[4], const uint4* fragments) {
+#pragma unroll
+    for (int n = 2 * BLOCK; n < TOKEN_TILES; n += 4) {
+        uint4 b[4];
+#pragma unroll
+        for (int m = 0; m < 4; m++)
+            if (n + m < TOKEN_TILES) b[m] = fragments[fragment_index(n + m, BLOCK) * 32];
+#pragma unroll
+        for (int m = 0; m < 4; m++)
+            if (n + m < TOKEN_TILES) accumulate_exact<0>(d[n + m], a, b[m]);
+#pragma unroll
+        for (int m = 0; m < 4; m++)
+            if (n + m < TOKEN_TILES) accumulate_exact<1>(d[n + m], a, b[m]);
+    }
+}
+
+// body(Index<0>()) .. body(Index<N - 1>()), for indices that must be template arguments.
+template <int I>
+struct Index {
+    static constexpr int value = I;
+};
+template <int N, int I = 0, class Body>
+DEVICE void for_each_index(const Body& body) {
+    if constexpr (I < N) {
+        body(Index<I>());
+        for_each_index<N, I + 1>(body);
+    }
 }
 
 // ------------------------------------------------------------------------------------------------------ the state
@@ -207,35 +271,29 @@ DEVICE void store_state(const float (&s)[COLUMN_TILES][4], state_t* state, int r
     }
 }
 
-// The state times all tokens of a chunk: d[n] += s . tokens of tile n, for N sets of tokens at once.
-template <int N>
-DEVICE void multiply_state(float (&d)[N][TOKEN_TILES][4], const float (&s)[COLUMN_TILES][4],
-                           const activation_t* const (&tokens)[N]) {
+// The state times all tokens of a chunk, of SETS kinds at once: d[i][n] += s . tokens[i] of tile n.
+template <int SETS>
+DEVICE void multiply_state(float (&d)[SETS][TOKEN_TILES][4], const float (&s)[COLUMN_TILES][4],
+                           const activation_t* const (&tokens)[SETS]) {
+    constexpr int BLOCKS = 2 / SETS;  // of 16 tokens at once
     const int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, column = lane / 8 % 2 * 8;
-    constexpr int SETS = N == 1 && TOKEN_BLOCKS % 2 == 0 ? 2 : 1;  // blocks of 16 tokens at once
 #pragma unroll
     for (int k = 0; k < COLUMNS / 16; k++) {
         const Wide a = make_wide(s[2 * k], s[2 * k + 1]);
 #pragma unroll
-        for (int block = 0; block < TOKEN_BLOCKS; block += SETS) {
-            u32 b[N][SETS][4];
+        for (int block = 0; block < TOKEN_BLOCKS; block += BLOCKS) {
+            u32 b[2][4];
 #pragma unroll
-            for (int i = 0; i < N; i++)
+            for (int j = 0; j < 2; j++)
+                load_matrix_x4(b[j], token_at(tokens[j % SETS], (block + j / SETS) * 16 + row, k * 16 + column));
 #pragma unroll
-                for (int j = 0; j < SETS; j++)
-                    load_matrix_x4(b[i][j], token_at(tokens[i], (block + j) * 16 + row, k * 16 + column));
+            for (int m = 0; m < 4; m++)
+                accumulate<0>(d[m / 2 % SETS][2 * (block + m / 2 / SETS) + m % 2], a, b[m / 2][m % 2 * 2],
+                              b[m / 2][m % 2 * 2 + 1]);
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-#pragma unroll
-                for (int i = 0; i < N; i++)
-#pragma unroll
-                    for (int j = 0; j < SETS; j++)
-#pragma unroll
-                        for (int m = 0; m < 2; m++)
-                            if (half)
-                                accumulate<1>(d[i][2 * (block + j) + m], a, b[i][j][2 * m], b[i][j][2 * m + 1]);
-                            else
-                                accumulate<0>(d[i][2 * (block + j) + m], a, b[i][j][2 * m], b[i][j][2 * m + 1]);
+            for (int m = 0; m < 4; m++)
+                accumulate<1>(d[m / 2 % SETS][2 * (block + m / 2 / SETS) + m % 2], a, b[m / 2][m % 2 * 2],
+                              b[m / 2][m % 2 * 2 + 1]);
         }
     }
 }
@@ -276,8 +334,7 @@ DEVICE void decay_state(float (&s)[COLUMN_TILES][4], float decay) {
 DEVICE void values_copy_start(activation_t* shared, const activation_t* values, long long stride, int valid, int rows) {
     for (int i = threadIdx.x % 32; i < 2 * CHUNK; i += 32) {
         const int token = i / 2, row = i % 2 * 8;
-        const bool exists = token < valid && row < rows;
-        copy_async_16(shared + token * 16 + row, exists ? values + token * stride + row : values, exists);
+        copy_async_16(shared + token * 16 + row, values + token * stride + row, token < valid && row < rows);
     }
 }
 // Words of a tile: tokens 2t, 2t+1 of accumulator rows g and g + 8.
@@ -301,8 +358,8 @@ DEVICE void store_outputs(const float (&d)[TOKEN_TILES][4], activation_t* output
     const int lane = threadIdx.x % 32, row = lane % 4 * 4;
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; n++) {
-        const u32 upper = transpose_matrix((u32)float_to_activation(d[n][0]) | (u32)float_to_activation(d[n][1]) << 16);
-        const u32 lower = transpose_matrix((u32)float_to_activation(d[n][2]) | (u32)float_to_activation(d[n][3]) << 16);
+        const u32 upper = transpose_matrix(pack_activations(d[n][0], d[n][1]));
+        const u32 lower = transpose_matrix(pack_activations(d[n][2], d[n][3]));
         const int token = n * 8 + lane / 4;
         if (token < valid && row < rows)
             *(uint2*)(output + (long long)token * (HEADS * ROWS) + row) = make_uint2(upper, lower);
@@ -311,22 +368,42 @@ DEVICE void store_outputs(const float (&d)[TOKEN_TILES][4], activation_t* output
 
 // --------------------------------------------------------------------------------------------- the preparing warps
 
-// Copies rows of tokens to shared memory; zeros behind the last. Preparing warp w copies rows 16 w .. of each chunk of
-// PREPARING_WARPS * 16. `at(row)` is the address of a token.
-template <class At>
-DEVICE void tokens_copy_start(activation_t* shared, int valid, const At& at) {
+// Copies the tokens of a chunk to shared memory, zeros behind the last; each preparing warp its share of them. `from`
+// is the first token, tokens are `stride` elements apart.
+DEVICE void tokens_copy_start(activation_t* shared, const activation_t* from, long long stride, int valid) {
     constexpr int COPIES = COLUMNS / 8, WARP_TOKENS = CHUNK / PREPARING_WARPS;
     const int lane = threadIdx.x % 32, first = ((int)threadIdx.x / 32 - WARPS) * WARP_TOKENS;
-#pragma unroll 4
+    if constexpr (32 % COPIES == 0) {
+        constexpr int ROWS_AT_ONCE = 32 / COPIES;
+        const int column = lane % COPIES * 8;
+        int row = first + lane / COPIES;
+        const activation_t* at = from + row * stride + column;
+#pragma unroll
+        for (int i = 0; i < WARP_TOKENS; i += ROWS_AT_ONCE) {
+            copy_async_16(token_at(shared, row, column), at, row < valid);
+            row += ROWS_AT_ONCE, at += ROWS_AT_ONCE * stride;
+        }
+    } else {
+        for (int i = lane; i < WARP_TOKENS * COPIES; i += 32) {
+            const int row = first + i / COPIES, column = i % COPIES * 8;
+            copy_async_16(token_at(shared, row, column), from + row * stride + column, row < valid);
+        }
+    }
+}
+// The same from the ring's entries of the history; `ring` points at entry 0.
+DEVICE void history_copy_start(activation_t* shared, const activation_t* ring, int first_entry, int history) {
+    constexpr int COPIES = COLUMNS / 8, WARP_TOKENS = CHUNK / PREPARING_WARPS;
+    const int lane = threadIdx.x % 32, first = ((int)threadIdx.x / 32 - WARPS) * WARP_TOKENS;
     for (int i = lane; i < WARP_TOKENS * COPIES; i += 32) {
         const int row = first + i / COPIES, column = i % COPIES * 8;
-        const bool exists = row < valid;
-        copy_async_16(token_at(shared, row, column), at(exists ? row : 0) + column, exists);
+        const bool exists = row < history;
+        const long long entry = wrapped(first_entry + (exists ? row : 0));
+        copy_async_16(token_at(shared, row, column), ring + entry * (GROUPS * COLUMNS) + column, exists);
     }
 }
 
 // A running sum of log decays in two parts, so that differences of two of them are as exact as short sums.
-struct Sum {
+struct alignas(8) Sum {
     float high, low;
 };
 DEVICE Sum add(const Sum& a, const Sum& b) {
@@ -378,6 +455,23 @@ DEVICE PairBlock pair_block(int index) {
     int queries = 1, rest = index - TOKEN_BLOCKS;
     while (rest >= queries) rest -= queries++;
     return {queries, rest};
+}
+
+// decay[half][i] of the lane's accumulators of a block: query g + 8 half, token 8 (i / 2) + 2 t + i % 2.
+DEVICE void pair_decays(float (&decay)[2][4], const Sum* prefix, const PairBlock& block) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    float4 tokens[2];
+#pragma unroll
+    for (int m = 0; m < 2; m++) tokens[m] = *(const float4*)(prefix + block.tokens * 16 + 8 * m + 2 * t);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const Sum until = prefix[block.queries * 16 + g + 8 * half];
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            decay[half][2 * m] = decay_of(difference(until, {tokens[m].x, tokens[m].y}));
+            decay[half][2 * m + 1] = decay_of(difference(until, {tokens[m].z, tokens[m].w}));
+        }
+    }
 }
 
 // Lane addresses of a first operand (16 rows of tokens) and of the second operands of two tiles (16 rows of tokens).

@@ -17,8 +17,8 @@ struct Shared {
     alignas(16) uint4 scores[2][FRAGMENTS * 32];  // decay and q . k of pairs of tokens
     alignas(16) uint4 solve[2][FRAGMENTS * 32];   // -L between blocks, inverses of I + L within them
     alignas(16) activation_t v[WARPS][CHUNK * 16];
-    Gates gates[2];
-    Sum prefix[CHUNK];  // of the preparing warps
+    Gates gates[GATE_STAGES];
+    alignas(16) Sum prefix[2][CHUNK];  // of the preparing warps
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/prefill_geometry.py computes the dynamic shared memory");
 
@@ -39,98 +39,111 @@ struct Inputs {
 
 DEVICE void load_tokens(Shared& shared, const Inputs& in, const Chunk& chunk, int stage) {
     if (chunk.is_history()) {
-        tokens_copy_start(shared.k[stage], chunk.valid, [&](int row) {
-            return in.ring_k + (long long)wrapped(in.first_entry + row) * (GROUPS * COLUMNS);
-        });
+        history_copy_start(shared.k[stage], in.ring_k, in.first_entry, in.history);
     } else {
         const long long first = (long long)chunk.index * CHUNK;
-        tokens_copy_start(shared.k[stage], chunk.valid, [&](int row) { return in.k + (first + row) * in.k_stride; });
-        tokens_copy_start(shared.q[stage], chunk.valid, [&](int row) { return in.q + (first + row) * in.q_stride; });
+        tokens_copy_start(shared.k[stage], in.k + first * in.k_stride, in.k_stride, chunk.valid);
+        tokens_copy_start(shared.q[stage], in.q + first * in.q_stride, in.q_stride, chunk.valid);
     }
 }
 
-// L2-normalises the rows of tokens that the warp has copied, in place, and rounds them to the activation format.
+// L2-normalises the rows of tokens that the warp has copied, in place, and rounds them to the activation format. Four lanes
+// share a row.
 DEVICE void normalize_tokens(activation_t* tokens) {
-    constexpr int COPIES = COLUMNS / 8, WARP_TOKENS = CHUNK / PREPARING_WARPS;
-    constexpr int LANES = COPIES > 8 ? 16 : COPIES > 4 ? 8 : COPIES > 2 ? 4 : 2;  // of one row
-    const int lane = threadIdx.x % 32, first = ((int)threadIdx.x / 32 - WARPS) * WARP_TOKENS;
-    const bool exists = lane % LANES < COPIES;
-#pragma unroll 4
-    for (int i = 0; i < WARP_TOKENS; i += 32 / LANES) {
-        uint4* at = (uint4*)token_at(tokens, first + i + lane / LANES, (exists ? lane % LANES : 0) * 8);
-        const uint4 packed = *at;
-        u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+    constexpr int COPIES = COLUMNS / 8, WARP_TOKENS = CHUNK / PREPARING_WARPS, LANE_COPIES = (COPIES + 3) / 4;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int first = 0; first < WARP_TOKENS; first += 8) {
+        const int row = ((int)threadIdx.x / 32 - WARPS) * WARP_TOKENS + first + g;
+        uint4 packed[LANE_COPIES];
         float sum = 0.f;
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            sum += activation_low(words[e]) * activation_low(words[e]) +
-                   activation_high(words[e]) * activation_high(words[e]);
-        if (!exists) sum = 0.f;
+        for (int i = 0; i < LANE_COPIES; i++) {
+            const int copy = 4 * i + t;
+            packed[i] = make_uint4(0, 0, 0, 0);
+            if (COPIES % 4 == 0 || copy < COPIES) packed[i] = *(const uint4*)token_at(tokens, row, copy * 8);
+        }
 #pragma unroll
-        for (int mask = LANES / 2; mask; mask /= 2) sum += shuffle_xor(sum, mask);
+        for (int i = 0; i < LANE_COPIES; i++) {
+            const u32 words[4] = {packed[i].x, packed[i].y, packed[i].z, packed[i].w};
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                sum = multiply_add(activation_low(words[e]), activation_low(words[e]),
+                                   multiply_add(activation_high(words[e]), activation_high(words[e]), sum));
+        }
+        sum += shuffle_xor(sum, 1);
+        sum += shuffle_xor(sum, 2);
         const float scale = rsqrtf(sum + L2_NORM_EPS);
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            words[e] = (u32)float_to_activation(activation_low(words[e]) * scale) |
-                       (u32)float_to_activation(activation_high(words[e]) * scale) << 16;
-        if (exists) *at = make_uint4(words[0], words[1], words[2], words[3]);
+        for (int i = 0; i < LANE_COPIES; i++) {
+            const int copy = 4 * i + t;
+            u32 words[4] = {packed[i].x, packed[i].y, packed[i].z, packed[i].w};
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                words[e] = pack_activations(activation_low(words[e]) * scale, activation_high(words[e]) * scale);
+            if (COPIES % 4 == 0 || copy < COPIES)
+                *(uint4*)token_at(tokens, row, copy * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
     }
 }
 
+// Bits of the raw gates of a chunk: of the history, g in fp32 and nothing; else activations.
 struct RawGates {
-    float a[LANE_TOKENS], b[LANE_TOKENS];  // of the history: g and nothing
+    u32 a[LANE_TOKENS], b[LANE_TOKENS];
 };
 
+// Tokens that do not exist get the last one's.
 DEVICE void load_gates(RawGates& raw, const Inputs& in, const Chunk& chunk) {
 #pragma unroll
     for (int i = 0; i < LANE_TOKENS; i++) {
-        const int token = threadIdx.x % 32 * LANE_TOKENS + i;
-        raw.a[i] = raw.b[i] = 0.f;
-        if (token >= chunk.valid) continue;
+        const int lane_token = threadIdx.x % 32 * LANE_TOKENS + i;
+        const int token = lane_token < chunk.valid ? lane_token : chunk.valid - 1;
         if (chunk.is_history()) {
-            raw.a[i] = in.ring_g[wrapped(in.first_entry + token) * HEADS];
+            raw.a[i] = float_to_bits(in.ring_g[wrapped(in.first_entry + token) * HEADS]);
+            raw.b[i] = 0;
         } else {
             const long long at = (long long)chunk.index * CHUNK + token;
-            raw.a[i] = activation_to_float(in.a[at * in.a_stride]);
-            raw.b[i] = activation_to_float(in.b[at * in.b_stride]);
+            raw.a[i] = in.a[at * in.a_stride];
+            raw.b[i] = in.b[at * in.b_stride];
         }
     }
 }
 
 DEVICE void compute_gates(Shared& shared, const Inputs& in, const Chunk& chunk, const RawGates& raw) {
-    Gates& gates = shared.gates[chunk.index & 1];
+    Gates& gates = shared.gates[(chunk.index + 1) % GATE_STAGES];
     float g[LANE_TOKENS], exists[LANE_TOKENS];
 #pragma unroll
     for (int i = 0; i < LANE_TOKENS; i++) {
         const int token = threadIdx.x % 32 * LANE_TOKENS + i;
         const bool valid = token < chunk.valid;
         exists[i] = valid ? 1.f : 0.f;
-        g[i] = !valid ? 0.f : chunk.is_history() ? raw.a[i] : in.A * softplus(raw.a[i] + in.dt_bias);
-        gates.beta[token] = valid ? sigmoid(raw.b[i]) : 0.f;
+        g[i] = chunk.is_history() ? bits_to_float(raw.a[i])
+                                  : in.A * softplus(activation_to_float(raw.a[i]) + in.dt_bias);
+        if (!valid) g[i] = 0.f;
+        gates.beta[token] = valid ? sigmoid(activation_to_float(raw.b[i])) : 0.f;
     }
-    scan_chunk(gates, shared.prefix, g, exists);
+    scan_chunk(gates, shared.prefix[chunk.index & 1], g, exists);
 }
 
-// Inverts the unit lower triangle whose strict part a warp left as fp32 [16][16] in `triangle`; the result takes its place
-// as two fragments. Lane l and lane l + 16 compute column l.
+// Inverts the unit lower triangle whose strict part a warp left transposed as fp32 [16 tokens][16 queries] where the
+// fragments will be. Lane l and lane l + 16 compute column l, element by element: each updates all behind it.
 DEVICE void invert_triangle(uint4* fragments) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, column = lane % 16;
     float* triangle = (float*)fragments;
     float inverse[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++) inverse[i] = i == column ? 1.f : 0.f;
     sync_warp();
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-        float sum = i == column ? 1.f : 0.f;
+    for (int j = 0; j < 15; j++)
 #pragma unroll
-        for (int j = 0; j < i; j += 4) {
-            const float4 row = *(const float4*)(triangle + i * 16 + j);
-            sum -= row.x * inverse[j];
-            if (j + 1 < i) sum -= row.y * inverse[j + 1];
-            if (j + 2 < i) sum -= row.z * inverse[j + 2];
-            if (j + 3 < i) sum -= row.w * inverse[j + 3];
+        for (int i = (j + 1) / 4 * 4; i < 16; i += 4) {
+            const float4 factor = *(const float4*)(triangle + j * 16 + i);
+            if (i > j) inverse[i] -= factor.x * inverse[j];
+            if (i + 1 > j) inverse[i + 1] -= factor.y * inverse[j];
+            if (i + 2 > j) inverse[i + 2] -= factor.z * inverse[j];
+            if (i + 3 > j) inverse[i + 3] -= factor.w * inverse[j];
         }
-        inverse[i] = sum;
-    }
     sync_warp();
     if (lane < 16) {
 #pragma unroll
@@ -153,8 +166,10 @@ DEVICE void invert_triangle(uint4* fragments) {
 DEVICE void compute_scores(Shared& shared, const Chunk& chunk, int stage, int index) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const PairBlock block = pair_block(index);
-    const Gates& gates = shared.gates[chunk.index & 1];
-    float with_q[2][4] = {}, with_k[2][4] = {};
+    const Gates& gates = shared.gates[(chunk.index + 1) % GATE_STAGES];
+    float decay[2][4], with_q[2][4] = {}, with_k[2][4] = {};
+    pair_decays(decay, shared.prefix[chunk.index & 1], block);
+    const float beta[2] = {gates.beta[block.queries * 16 + g], gates.beta[block.queries * 16 + g + 8]};
 #pragma unroll
     for (int column = 0; column < COLUMNS; column += 16) {
         u32 q[4], k[4], b[4];
@@ -173,16 +188,13 @@ DEVICE void compute_scores(Shared& shared, const Chunk& chunk, int stage, int in
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int query = block.queries * 16 + g + 8 * half;
-        const Sum until = shared.prefix[query];
-        const float beta = gates.beta[query];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int token = block.tokens * 16 + i / 2 * 8 + 2 * t + i % 2, e = 2 * half + i % 2;
-            const float decay = decay_of(difference(until, shared.prefix[token]));
-            with_q[i / 2][e] = token > query ? 0.f : QUERY_SCALE * decay * with_q[i / 2][e];
-            const float lower = token < query ? beta * decay * with_k[i / 2][e] : 0.f;
+            with_q[i / 2][e] = token > query ? 0.f : QUERY_SCALE * decay[half][i] * with_q[i / 2][e];
+            const float lower = token < query ? beta[half] * decay[half][i] * with_k[i / 2][e] : 0.f;
             with_k[i / 2][e] = -lower;
-            if (diagonal) triangle[(g + 8 * half) * 16 + token % 16] = lower;
+            if (diagonal) triangle[token % 16 * 16 + g + 8 * half] = lower;
         }
     }
     store_fragments(shared.scores[chunk.index & 1], block, with_q);
@@ -192,11 +204,15 @@ DEVICE void compute_scores(Shared& shared, const Chunk& chunk, int stage, int in
         store_fragments(solve, block, with_k);
 }
 
-// The preparing warps' part: chunk i + 1 while the state warps are at chunk i.
+// The preparing warps' part: pairs of tokens of chunk i + 1 and decays of chunk i + 2 while the state warps are at i.
 DEVICE void prepare(Shared& shared, const Inputs& in, int first) {
     const int warp = threadIdx.x / 32 - WARPS, last = in.chunks - 1;
-    RawGates raw = {}, raw_after = {};
-    if (warp == 0) load_gates(raw, in, in.chunk(first));
+    const bool scans = warp == PREPARING_WARPS - 1;  // the warp with the fewest pairs
+    RawGates raw;
+    if (scans) {
+        load_gates(raw, in, in.chunk(first));
+        compute_gates(shared, in, in.chunk(first), raw);
+    }
     if (STAGES > 2) {
         load_tokens(shared, in, in.chunk(first), 0);
         copy_async_commit();
@@ -208,11 +224,8 @@ DEVICE void prepare(Shared& shared, const Inputs& in, int first) {
         if (i < last) {
             const Chunk chunk = in.chunk(i + 1);
             const int stage = (chunk.index - first) % STAGES;
-            if (warp == 0) {
-                if (i + 1 < last) load_gates(raw_after, in, in.chunk(i + 2));
-                compute_gates(shared, in, chunk, raw);
-                raw = raw_after;
-            }
+            const bool more = scans && i + 1 < last;
+            if (more) load_gates(raw, in, in.chunk(i + 2));
             if (STAGES > 2)
                 copy_async_wait_but_last();
             else
@@ -226,31 +239,32 @@ DEVICE void prepare(Shared& shared, const Inputs& in, int first) {
             if (!chunk.is_history())
                 for (int index = warp; index < PAIR_BLOCKS; index += PREPARING_WARPS)
                     compute_scores(shared, chunk, stage, index);
+            if (more) compute_gates(shared, in, in.chunk(i + 2), raw);
         }
         sync_group(BARRIER_CHUNK, BLOCK_THREADS);
     }
 }
 
-// r [rows x tokens] becomes u, and o gains what the chunk's own tokens add to their outputs.
+// r [rows x tokens] becomes u by forward substitution, and o gains what the chunk's own tokens add to their outputs: each
+// block's part of it fills the waits of the next block's substitution.
 DEVICE void substitute(float (&r)[TOKEN_TILES][4], float (&o)[TOKEN_TILES][4], const uint4* solve, const uint4* scores) {
-#pragma unroll
-    for (int block = 0; block < TOKEN_BLOCKS; block++) {
+    Wide u;
+    for_each_index<TOKEN_BLOCKS>([&](auto index) {
+        constexpr int block = decltype(index)::value, before = block ? block - 1 : 0;
         const Wide rest = make_wide(r[2 * block], r[2 * block + 1]);
+        const uint4 left = solve[fragment_index(2 * block, block) * 32];
+        const uint4 right = solve[fragment_index(2 * block + 1, block) * 32];
+        float solved[2][4] = {};
+        accumulate_wide<0>(solved[0], rest, left), accumulate_wide<0>(solved[1], rest, right);
+        accumulate_wide<1>(solved[0], rest, left), accumulate_wide<1>(solved[1], rest, right);
+        accumulate_wide<2>(solved[0], rest, left), accumulate_wide<2>(solved[1], rest, right);
+        if constexpr (block > 0) accumulate_tiles<2 * before, before>(o, u, scores);
 #pragma unroll
-        for (int m = 0; m < 2; m++) {
-            float u[4] = {};
-            accumulate_wide(u, rest, solve[fragment_index(2 * block + m, block) * 32]);
-#pragma unroll
-            for (int i = 0; i < 4; i++) r[2 * block + m][i] = u[i];
-        }
-        const Wide u = make_wide(r[2 * block], r[2 * block + 1]);
-#pragma unroll
-        for (int n = 2 * block + 2; n < TOKEN_TILES; n++)
-            accumulate_wide(r[n], u, solve[fragment_index(n, block) * 32]);
-#pragma unroll
-        for (int n = 2 * block; n < TOKEN_TILES; n++)
-            accumulate_wide(o[n], u, scores[fragment_index(n, block) * 32]);
-    }
+        for (int i = 0; i < 8; i++) r[2 * block + i / 4][i % 4] = solved[i / 4][i % 4];
+        u = make_wide(solved[0], solved[1]);
+        if constexpr (block + 1 < TOKEN_BLOCKS) accumulate_tiles<2 * block + 2, block>(r, u, solve);
+    });
+    accumulate_tiles<TOKEN_TILES - 2, TOKEN_BLOCKS - 1>(o, u, scores);
 }
 
 // u of the history, [rows x tokens].
@@ -280,7 +294,7 @@ DEVICE void walk(Shared& shared, const Inputs& in, int first, float (&s)[COLUMN_
     sync_group(BARRIER_CHUNK, BLOCK_THREADS);
     for (int i = first; i < in.chunks; i++) {
         const Chunk chunk = in.chunk(i);
-        const Gates& gates = shared.gates[i & 1];
+        const Gates& gates = shared.gates[(i + 1) % GATE_STAGES];
         const int stage = (i - first) % STAGES;
         float products[2][TOKEN_TILES][4] = {};  // of S with k, later u, and of S with q, later o
         float(&u)[TOKEN_TILES][4] = products[0];
@@ -302,8 +316,7 @@ DEVICE void walk(Shared& shared, const Inputs& in, int first, float (&s)[COLUMN_
                 for (int half = 0; half < 2; half++) {
                     u[n][2 * half] = beta.x * (activation_low(v[half]) - decay.x * u[n][2 * half]);
                     u[n][2 * half + 1] = beta.y * (activation_high(v[half]) - decay.y * u[n][2 * half + 1]);
-                    o[n][2 * half] *= QUERY_SCALE * decay.x;
-                    o[n][2 * half + 1] *= QUERY_SCALE * decay.y;
+                    o[n][2 * half] *= QUERY_SCALE * decay.x, o[n][2 * half + 1] *= QUERY_SCALE * decay.y;
                 }
             }
             sync_warp();

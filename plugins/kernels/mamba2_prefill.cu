@@ -15,10 +15,10 @@ struct Shared {
     alignas(128) activation_t C[STAGES][CHUNK * CHUNK_STRIDE];
     alignas(16) uint4 scores[2][FRAGMENTS * 32];       // decay, dt and B . C of pairs of tokens, D on the diagonal
     alignas(16) activation_t x[WARPS][CHUNK * 16];
-    Gates gates[2];
+    Gates gates[GATE_STAGES];
     // of the preparing warps
-    Sum prefix[CHUNK];
-    float dt[CHUNK];
+    alignas(16) Sum prefix[2][CHUNK];
+    alignas(16) float dt[2][CHUNK];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/prefill_geometry.py computes the dynamic shared memory");
 
@@ -38,44 +38,49 @@ struct Inputs {
 
 DEVICE void load_tokens(Shared& shared, const Inputs& in, const Chunk& chunk, int stage) {
     if (chunk.is_history()) {
-        tokens_copy_start(shared.B[stage], chunk.valid, [&](int row) {
-            return in.ring_B + (long long)wrapped(in.first_entry + row) * (GROUPS * COLUMNS);
-        });
+        history_copy_start(shared.B[stage], in.ring_B, in.first_entry, in.history);
     } else {
         const long long first = (long long)chunk.index * CHUNK;
-        tokens_copy_start(shared.B[stage], chunk.valid, [&](int row) { return in.B + (first + row) * in.B_stride; });
-        tokens_copy_start(shared.C[stage], chunk.valid, [&](int row) { return in.C + (first + row) * in.C_stride; });
+        tokens_copy_start(shared.B[stage], in.B + first * in.B_stride, in.B_stride, chunk.valid);
+        tokens_copy_start(shared.C[stage], in.C + first * in.C_stride, in.C_stride, chunk.valid);
     }
 }
 
-DEVICE void load_dt(float (&raw)[LANE_TOKENS], const Inputs& in, const Chunk& chunk) {
+// Bits of the raw dt of a chunk: fp32 of the history, else activations. Tokens that do not exist get the last one's.
+DEVICE void load_dt(u32 (&raw)[LANE_TOKENS], const Inputs& in, const Chunk& chunk) {
 #pragma unroll
     for (int i = 0; i < LANE_TOKENS; i++) {
-        const int token = threadIdx.x % 32 * LANE_TOKENS + i;
-        raw[i] = 0.f;
-        if (token >= chunk.valid) continue;
-        raw[i] = chunk.is_history()
-                     ? in.ring_dt[wrapped(in.first_entry + token) * HEADS]
-                     : activation_to_float(in.dt[((long long)chunk.index * CHUNK + token) * in.dt_stride]);
+        const int lane_token = threadIdx.x % 32 * LANE_TOKENS + i;
+        const int token = lane_token < chunk.valid ? lane_token : chunk.valid - 1;
+        raw[i] = chunk.is_history() ? float_to_bits(in.ring_dt[wrapped(in.first_entry + token) * HEADS])
+                                    : in.dt[((long long)chunk.index * CHUNK + token) * in.dt_stride];
     }
 }
 
-DEVICE void compute_gates(Shared& shared, const Inputs& in, const Chunk& chunk, const float (&raw)[LANE_TOKENS]) {
+DEVICE void compute_gates(Shared& shared, const Inputs& in, const Chunk& chunk, const u32 (&raw)[LANE_TOKENS]) {
     float log_decay[LANE_TOKENS], dt[LANE_TOKENS];
 #pragma unroll
     for (int i = 0; i < LANE_TOKENS; i++) {
         const int token = threadIdx.x % 32 * LANE_TOKENS + i;
-        dt[i] = token >= chunk.valid ? 0.f : chunk.is_history() ? raw[i] : softplus(raw[i] + in.dt_bias);
+        dt[i] = chunk.is_history() ? bits_to_float(raw[i]) : softplus(activation_to_float(raw[i]) + in.dt_bias);
+        if (token >= chunk.valid) dt[i] = 0.f;
         log_decay[i] = in.A * dt[i];
-        shared.dt[token] = dt[i];
+        shared.dt[chunk.index & 1][token] = dt[i];
     }
-    scan_chunk(shared.gates[chunk.index & 1], shared.prefix, log_decay, dt);
+    scan_chunk(shared.gates[(chunk.index + 1) % GATE_STAGES], shared.prefix[chunk.index & 1], log_decay, dt);
 }
 
 DEVICE void compute_scores(Shared& shared, const Inputs& in, const Chunk& chunk, int stage, int index) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const PairBlock block = pair_block(index);
-    float sum[2][4] = {};
+    float factors[2][4], sum[2][4] = {};
+    pair_decays(factors, shared.prefix[chunk.index & 1], block);
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+        const float2 dt = *(const float2*)(shared.dt[chunk.index & 1] + block.tokens * 16 + 8 * m + 2 * t);
+#pragma unroll
+        for (int half = 0; half < 2; half++) factors[half][2 * m] *= dt.x, factors[half][2 * m + 1] *= dt.y;
+    }
 #pragma unroll
     for (int column = 0; column < COLUMNS; column += 16) {
         u32 a[4], b[4];
@@ -87,23 +92,26 @@ DEVICE void compute_scores(Shared& shared, const Inputs& in, const Chunk& chunk,
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int query = block.queries * 16 + g + 8 * half;
-        const Sum until = shared.prefix[query];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int token = block.tokens * 16 + i / 2 * 8 + 2 * t + i % 2;
-            const float decay = decay_of(difference(until, shared.prefix[token]));
-            const float value = shared.dt[token] * decay * sum[i / 2][2 * half + i % 2];
-            sum[i / 2][2 * half + i % 2] = token > query ? 0.f : token == query ? value + in.D : value;
+            float& value = sum[i / 2][2 * half + i % 2];
+            value *= factors[half][i];
+            value = token > query ? 0.f : token == query ? value + in.D : value;
         }
     }
     store_fragments(shared.scores[chunk.index & 1], block, sum);
 }
 
-// The preparing warps' part: chunk i + 1 while the state warps are at chunk i.
+// The preparing warps' part: pairs of tokens of chunk i + 1 and decays of chunk i + 2 while the state warps are at i.
 DEVICE void prepare(Shared& shared, const Inputs& in, int first) {
     const int warp = threadIdx.x / 32 - WARPS, last = in.chunks - 1;
-    float raw[LANE_TOKENS] = {}, raw_after[LANE_TOKENS] = {};
-    if (warp == 0) load_dt(raw, in, in.chunk(first));
+    const bool scans = warp == PREPARING_WARPS - 1;  // the warp with the fewest pairs
+    u32 raw[LANE_TOKENS];
+    if (scans) {
+        load_dt(raw, in, in.chunk(first));
+        compute_gates(shared, in, in.chunk(first), raw);
+    }
     if (STAGES > 2) {
         load_tokens(shared, in, in.chunk(first), 0);
         copy_async_commit();
@@ -114,12 +122,8 @@ DEVICE void prepare(Shared& shared, const Inputs& in, int first) {
         copy_async_commit();
         if (i < last) {
             const Chunk chunk = in.chunk(i + 1);
-            if (warp == 0) {
-                if (i + 1 < last) load_dt(raw_after, in, in.chunk(i + 2));
-                compute_gates(shared, in, chunk, raw);
-#pragma unroll
-                for (int e = 0; e < LANE_TOKENS; e++) raw[e] = raw_after[e];
-            }
+            const bool more = scans && i + 1 < last;
+            if (more) load_dt(raw, in, in.chunk(i + 2));
             if (STAGES > 2)
                 copy_async_wait_but_last();
             else
@@ -128,6 +132,7 @@ DEVICE void prepare(Shared& shared, const Inputs& in, int first) {
             if (!chunk.is_history())
                 for (int index = warp; index < PAIR_BLOCKS; index += PREPARING_WARPS)
                     compute_scores(shared, in, chunk, (chunk.index - first) % STAGES, index);
+            if (more) compute_gates(shared, in, in.chunk(i + 2), raw);
         }
         sync_group(BARRIER_CHUNK, BLOCK_THREADS);
     }
@@ -142,7 +147,7 @@ DEVICE void walk(Shared& shared, const Inputs& in, int first, float (&s)[COLUMN_
     sync_group(BARRIER_CHUNK, BLOCK_THREADS);
     for (int i = first; i < in.chunks; i++) {
         const Chunk chunk = in.chunk(i);
-        const Gates& gates = shared.gates[i & 1];
+        const Gates& gates = shared.gates[(i + 1) % GATE_STAGES];
         const int stage = (i - first) % STAGES;
         u32 x[TOKEN_BLOCKS][4];  // first operands [rows x tokens]
         if (chunk.is_history()) {
@@ -153,13 +158,14 @@ DEVICE void walk(Shared& shared, const Inputs& in, int first, float (&s)[COLUMN_
                 x[n / 2][n % 2 * 2] = words[0], x[n / 2][n % 2 * 2 + 1] = words[1];
             }
         } else {
-            float y[1][TOKEN_TILES][4] = {};
+            float product[1][TOKEN_TILES][4] = {};
+            float(&y)[TOKEN_TILES][4] = product[0];
             const activation_t* const queries[1] = {shared.C[stage]};
-            multiply_state<1>(y, s, queries);
+            multiply_state<1>(product, s, queries);
 #pragma unroll
             for (int n = 0; n < TOKEN_TILES; n++) {
                 const float2 decay = *(const float2*)(gates.entering + n * 8 + 2 * t);
-                y[0][n][0] *= decay.x, y[0][n][1] *= decay.y, y[0][n][2] *= decay.x, y[0][n][3] *= decay.y;
+                y[n][0] *= decay.x, y[n][1] *= decay.y, y[n][2] *= decay.x, y[n][3] *= decay.y;
             }
             copy_async_wait();
             sync_warp();
@@ -174,12 +180,11 @@ DEVICE void walk(Shared& shared, const Inputs& in, int first, float (&s)[COLUMN_
                 values_copy_start(own_x, in.x + (long long)(i + 1) * CHUNK * in.x_stride, in.x_stride,
                                   in.chunk(i + 1).valid, rows);
             const uint4* scores = shared.scores[i & 1] + threadIdx.x % 32;
-#pragma unroll
-            for (int block = 0; block < TOKEN_BLOCKS; block++)
-#pragma unroll
-                for (int n = 2 * block; n < TOKEN_TILES; n++)
-                    accumulate_exact(y[0][n], x[block], scores[fragment_index(n, block) * 32]);
-            store_outputs(y[0], output + (long long)i * CHUNK * (HEADS * ROWS), chunk.valid, rows);
+            for_each_index<TOKEN_BLOCKS>([&](auto block) {
+                constexpr int index = decltype(block)::value;
+                accumulate_tiles<index>(y, x[index], scores);
+            });
+            store_outputs(y, output + (long long)i * CHUNK * (HEADS * ROWS), chunk.valid, rows);
         }
         decay_state(s, gates.total);
 #pragma unroll

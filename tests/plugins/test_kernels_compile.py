@@ -9,6 +9,7 @@ import pytest
 from replayssm.plugins import geometry as geo
 from replayssm.plugins import nvrtc
 from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.prefill_geometry import VARIANTS, prefill_config
 
 sys.path.append(str(Path(__file__).parent / "emulation"))
 from emulate import kernel_parameters
@@ -116,3 +117,46 @@ def test_state_parts_appear_as_inputs_and_as_outputs(kernel: str) -> None:
     names = [parameter.split()[-1].lstrip("*") for parameter in kernel_parameters(kernel)]
     inputs = [name.removesuffix("_in") for name in names if name.endswith("_in")]
     assert names[-len(inputs) :] == inputs
+
+
+def compile_prefill(config: geo.KernelConfig, arch: int, kernel_cache: Path) -> nvrtc.CompiledKernel:
+    return nvrtc.compile_kernel(config.kernel, dict(config.defines), arch, cache=kernel_cache)
+
+
+@pytest.mark.parametrize("arch", geo.ARCHITECTURES)
+@pytest.mark.parametrize("geometry", [NANO, SUPER, QWEN], ids=["nano4b", "super120b", "qwen"])
+def test_prefill_compiles_on_every_architecture(geometry, arch: int, kernel_cache: Path) -> None:
+    """For one prompt and for many. Blocks of 9 warps and more may spill a few words: 168 registers a thread."""
+    for prompts in (1, 64):
+        config = prefill_config(geometry, ReplaySettings(max_window=5), arch, prompts=prompts)
+        used = resources(compile_prefill(config, arch, kernel_cache).log)
+        assert used["spill_stores"] <= (0 if config.threads <= 256 else 64)
+        assert used["static_shared"] == 0
+        assert used["registers"] * config.threads <= geo.REGISTERS_PER_SM
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    ("geometry", "formats"),
+    [
+        (NANO, {"activation_dtype": "float16"}),
+        (GdnGeometry(1, 2, 64, 48), {"state_dtype": "float16", "u_format": "bfloat16"}),
+    ],
+    ids=["mamba2", "gdn"],
+)
+def test_prefill_variants_compile(geometry, formats: dict[str, str], variant, kernel_cache: Path) -> None:
+    config = prefill_config(geometry, ReplaySettings(max_window=16, **formats), 90, variant=variant)
+    assert compile_prefill(config, 90, kernel_cache).image
+
+
+@pytest.mark.parametrize("geometry", [NANO, SUPER, QWEN], ids=["nano4b", "super120b", "qwen"])
+def test_embedded_prefill_fits_a_plugin(geometry, kernel_cache: Path) -> None:
+    config = prefill_config(geometry, ReplaySettings(max_window=5), 80, embedded=True)
+    assert config.shared_bytes <= 48 * 1024
+    used = resources(compile_prefill(config, 80, kernel_cache).log)
+    assert used["spill_stores"] == used["static_shared"] == 0
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
+def test_prefill_takes_the_arguments_of_the_window_kernel(kind: str) -> None:
+    assert kernel_parameters(f"{kind}_prefill") == kernel_parameters(f"{kind}_window")
