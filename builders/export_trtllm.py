@@ -161,9 +161,9 @@ def _check(checkpoint: Checkpoint, options: ExportOptions) -> None:
 def _warnings(checkpoint: Checkpoint, options: ExportOptions) -> tuple[str, ...]:
     found = []
     if options.version == "1.2" and NVFP4 in checkpoint.formats.values():
-        found.append("TensorRT-LLM 1.2 runs NVFP4 on Blackwell GPUs only; on Hopper use 1.3, or --recipe fp8")
+        found.append("TensorRT-LLM 1.2 runs NVFP4 on Blackwell GPUs; on Hopper use 1.3, or --recipe fp8")
     if options.version == "1.2" and "Qwen3_5" in checkpoint.config.architecture:
-        found.append(f"TensorRT-LLM 1.2 does not know {checkpoint.config.architecture}; 1.3 does")
+        found.append(f"TensorRT-LLM 1.2 may not know {checkpoint.config.architecture}; 1.3 does")
     return tuple(found)
 
 
