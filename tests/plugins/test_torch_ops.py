@@ -70,6 +70,27 @@ def test_operator_equals_reference(make_operator, dice, snapshot, assert_same, n
     assert_same(*states)
 
 
+@pytest.mark.parametrize("name", ["mamba2_words", "gdn_words"])
+def test_low_precision_parts(make_operator, snapshot, assert_same, name):
+    """Bytes and e4m3 scales as operator arguments: the reference's bits, and tracing."""
+    settings = {"buffer_len": 4, "max_window": 2, "activation_dtype": "float32", "state_dtype": "float8"}
+    settings |= {"state_rounding": "stochastic", "readout_dtype": "nvfp4", "u_source": "checkpoint"}
+    outputs, states = [], []
+    for implementation in (reference, torch_ops):
+        operator = make_operator(name, implementation=implementation, **settings)
+        state, inputs = operator.pool(2), operator.inputs(20)
+        steps = [operator.window(state, inputs, 1, 0, 0, 9)]
+        steps += [operator.window(state, inputs, 1, done, done, 1) for done in range(9, 20)]
+        outputs.append(torch.cat(steps))
+        states.append(snapshot(state))
+    assert_same(*outputs)
+    assert_same(*states)
+    args = flat_arguments(operator, state, operator.inputs(3), rows([20, 0], [0, 2], [2, 1], [1, 0]))
+    # The other checks multiply and compare every argument, which torch cannot do with e4m3.
+    operation = getattr(torch.ops.replayssm, OP[name.removesuffix("_words")])
+    torch.library.opcheck(operation.default, args, test_utils="test_faketensor")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_compile_fullgraph(make_operator, snapshot, assert_same, name):
     """A compiled function that calls the operator between other operations, over several steps and one graph."""

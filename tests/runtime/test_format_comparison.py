@@ -24,6 +24,7 @@ from replayssm.runtime.format_comparison import (
     upper_bound,
 )
 from replayssm.runtime.generation import generate
+from replayssm.runtime.serving import slot_bytes, slots_that_fit
 from replayssm.runtime.session import Session
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +65,21 @@ def test_counts_against_generation_and_by_hand(engine, prompts):
     assert exact.state_bytes == 5 * 4 * 128 * 128 * 4 == 2 * half.state_bytes
     assert small.state_bytes == half.state_bytes + 5 * 4 * (128 * 128 * 9 // 16 + 4 * 4)
     assert small.traffic_bytes < half.traffic_bytes < exact.traffic_bytes
+
+
+def test_admission_follows_the_formats(engine):
+    """A slot takes what a session allocates for it, and as much more memory holds as many more slots."""
+    sizes = {}
+    for name, settings in candidates(engine).items():
+        formatted = replace(engine, manifest=replace(engine.manifest, replay=settings))
+        size, cache = slot_bytes(formatted)
+        assert Session(formatted, slots=2).state_bytes == 2 * size
+        assert slots_that_fit(formatted, 3 * size, None) == 3
+        sizes[name] = size - cache
+    elements = 5 * 4 * 128 * 128
+    assert sizes["float32"] - sizes["float16"] == 2 * elements
+    assert sizes["float16"] - sizes["float8-stochastic"] == elements - 5 * 4 * 128
+    assert sizes["float16-stochastic+nvfp4"] - sizes["float16"] == elements * 9 // 16 + 5 * 4 * 4 * 4
 
 
 def test_bounds():
