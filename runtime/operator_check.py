@@ -85,6 +85,10 @@ def random_weights(network: Network, seed: int) -> dict[str, Tensor]:
         dtype = torch_dtype(spec.dtype)
         if spec.dtype == "uint8":
             weights[name] = torch.randint(0, 256, spec.shape, dtype=dtype, generator=generator)
+        elif name.endswith("input_scale"):
+            # As calibration on values up to 4 gives it; one for all experts, because plans take the largest of theirs.
+            largest = 6 * 448 if name.replace("input_scale", "weight_scale_2") in network.weights else 448
+            weights[name] = torch.full(spec.shape, 4 / largest, dtype=dtype)
         elif name.endswith(("_scale", "_scale_2")):
             weights[name] = (0.05 + 0.1 * torch.rand(spec.shape, generator=generator)).to(dtype)
         else:

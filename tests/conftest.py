@@ -66,6 +66,12 @@ def plan_engine(tiny_checkpoint, tmp_path, monkeypatch):
     return make
 
 
+@pytest.fixture
+def plan_module(monkeypatch):
+    """A stand-in for the module `tensorrt`."""
+    return use_stand_in(monkeypatch, "tensorrt")
+
+
 def use_stand_in(monkeypatch, target):
     """A stand-in for TensorRT that `target` finds, on a machine that plans are built and run on."""
     from tensorrt_stand_in import make_module

@@ -11,9 +11,13 @@ import torch
 
 from replayssm.builders.checkpoint import Checkpoint
 from replayssm.builders.models import build_networks
+from replayssm.builders.targets import tensorrt
+from replayssm.builders.weight_shapes import quantizable_modules
+from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.manifest import Limits
 from replayssm.runtime import plan_check
 from replayssm.runtime.engine import Engine
-from replayssm.runtime.operator_check import Calls, isolate, random_weights
+from replayssm.runtime.operator_check import Calls, check_operators, isolate, random_weights
 from replayssm.runtime.plan_check import PlanCheck, relative_error, state_copies
 from replayssm.runtime.plans import PlanRuntime
 
@@ -183,3 +187,23 @@ def test_the_check_imports_no_tensorrt():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("module_format", ["w4a16_nvfp4", "nvfp4", "fp8"])
+def test_quantized_operators_stay_within_their_bound(tiny_checkpoint, plan_module, tmp_path, module_format):
+    """Projections and experts in every format, with the activations that the recipe quantizes."""
+    config = Checkpoint.open(tiny_checkpoint("qwen_moe")).config
+    formats = dict.fromkeys(quantizable_modules(config), module_format)
+    network = build_networks(config, formats, "bfloat16", mtp=False).main
+    alone = isolate({"main": network})
+    chosen = {name: alone[name] for name in alone if name.endswith(("linear", "moe"))}
+    replay = ReplaySettings(max_seq_len=64, max_window=2)
+    options = tensorrt.PlanOptions(Limits(2, 64, 1), replay, arch=100)
+    weights = {name: random_weights(network, 1) for name, network in chosen.items()}
+    every = {key: weight for held in weights.values() for key, weight in held.items()}
+    tensorrt.write_plans(tmp_path, chosen, every.__getitem__, options)
+    runtime = PlanRuntime(tmp_path, "tensorrt", torch.device("cpu"))
+    findings = list(check_operators(chosen, dict.fromkeys(chosen, every), runtime, replay, 2))
+    assert len(findings) == len(chosen) > 3
+    assert not [finding.detail for finding in findings if not finding.passed]
+    assert any(len(finding.measured) and finding.measured["relative_error"] > 0 for finding in findings)
