@@ -1,7 +1,8 @@
-"""Draws the two studies of state formats from their result files.
+"""Draws the two studies of state formats from their result files, and prints the tables of docs/state_formats.md.
 
-python benchmarks/plot_formats.py error    RESULTS.jsonl docs/state_error.svg
-python benchmarks/plot_formats.py accuracy RESULTS.jsonl... docs/format_accuracy.svg
+* `python benchmarks/plot_formats.py error RESULTS.jsonl docs/state_error.svg`
+* `python benchmarks/plot_formats.py accuracy RESULTS.jsonl... docs/format_accuracy.svg`
+* `python benchmarks/plot_formats.py tables RESULTS.jsonl...`
 """
 
 from __future__ import annotations
@@ -91,9 +92,45 @@ def draw_accuracy(lines: list[dict[str, Any]], output: str) -> None:
     figure.savefig(output, metadata={"Date": None})
 
 
-if __name__ == "__main__":
-    if len(sys.argv) < 4 or sys.argv[1] not in ("error", "accuracy"):
+def tables(lines: list[dict[str, Any]]) -> str:
+    """Errors by format and source, then changes of accuracy by format, model and tier, as Markdown."""
+    errors = [line for line in lines if line["benchmark"] == "state_error"]
+    accuracy = [line for line in lines if line["benchmark"] == "format_accuracy"]
+    sources = list(dict.fromkeys(line["geometry"] for line in errors))
+    text = [f"| format | {' | '.join(sources)} |", "|---" * (1 + len(sources)) + "|"]
+    for name in ("float32", *STYLES):
+        own = {line["geometry"]: line for line in errors if line["format"] == name}
+        if own:
+            cells = [f"{own[s]['state_error'][-1]:.1e} / {own[s]['value']:.1e}" if s in own else "" for s in sources]
+            text.append(f"| {name} | {' | '.join(cells)} |")
+    columns = list(dict.fromkeys((line["model"], line["tier"]) for line in accuracy))
+    bases = {(line["model"], line["tier"]): line for line in accuracy if line["format"] == "float32"}
+    titles = [f"{model}, {tier}: {bases[model, tier]['value']:.1%}" for model, tier in columns]
+    text += ["", f"| format | {' | '.join(titles)} |", "|---" * (1 + len(columns)) + "|"]
+    for name in STYLES:
+        own = {(line["model"], line["tier"]): line for line in accuracy if line["format"] == name}
+        if own:
+            text.append(f"| {name} | {' | '.join(_change(own.get(column)) for column in columns)} |")
+    return "\n".join(text)
+
+
+def _change(line: dict[str, Any] | None) -> str:
+    if line is None:
+        return ""
+    low, high = (100 * bound for bound in line["difference_interval_95"])
+    return f"{100 * line['difference']:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) < 2 or arguments[0] not in ("error", "accuracy", "tables"):
         sys.exit(__doc__)
+    if arguments[0] == "tables":
+        print(tables(read(arguments[1:])))
+        return
     matplotlib.rcParams["svg.hashsalt"] = "replayssm"
-    draw = draw_error if sys.argv[1] == "error" else draw_accuracy
-    draw(read(sys.argv[2:-1]), sys.argv[-1])
+    draw = draw_error if arguments[0] == "error" else draw_accuracy
+    draw(read(arguments[1:-1]), arguments[-1])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
