@@ -198,7 +198,7 @@ class StepGraph:
                 "logits_indices": self._indices,
             }
         )
-        self.logits, self.hidden_states = outputs["logits"], outputs["hidden_states"]
+        self._keep(logits=outputs["logits"], hidden_states=outputs["hidden_states"])
         largest, tokens = self.logits.max(dim=1)
         finite = largest.isfinite()
         if self.sampled:
@@ -208,6 +208,14 @@ class StepGraph:
             # What the next step reads if the host does not load another: steps may follow each other unseen.
             given["token_ids"].copy_(tokens)
             given["seq_lens"].add_(given["window_lens"])
+
+    def _keep(self, **outputs: Tensor) -> None:
+        """Name the outputs. A graph writes the same tensors at every replay, and so does its stand-in."""
+        for name, value in outputs.items():
+            if value.device.type == "cpu" and hasattr(self, name):
+                getattr(self, name).copy_(value)
+            else:
+                setattr(self, name, value)
 
     def _sample(self, positions: Tensor, finite: Tensor) -> Tensor:
         columns = {

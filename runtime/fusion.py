@@ -37,7 +37,7 @@ def fuse(network: Network, nodes: Sequence[Node]) -> list[Node]:
 
 def joined_parts(name: str, network: Network) -> list[str]:
     """Weights that a joined one consists of, in order; empty for a weight of the network itself."""
-    return [] if name in network.weights else name.split(JOIN)
+    return name.split(JOIN) if JOIN in name and name not in network.weights else []
 
 
 def _join_linears(network: Network, nodes: list[Node]) -> list[Node]:

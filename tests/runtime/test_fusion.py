@@ -8,9 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from replayssm.builders import functional as F
 from replayssm.builders.checkpoint import Checkpoint
 from replayssm.builders.config import published
+from replayssm.builders.functional import Graph
 from replayssm.builders.models import build_networks
+from replayssm.builders.parameters import Parameters
 from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.network import CALL_INPUTS
 from replayssm.plugins.state import allocate_state
@@ -97,6 +100,20 @@ def test_a_sum_that_others_read_stays():
     assert fused.op == "add_rms_norm"
     assert fused.outputs[0] == add.outputs[0]
     assert sum(add.outputs[0] in node.inputs for node in fusion.fuse(network, network.nodes)) == 1
+
+
+def test_a_reader_between_a_sum_and_its_norm_still_finds_the_sum():
+    graph, plan = Graph("main", "float64"), {}
+    p = Parameters(graph, lambda module: "dense", plan)
+    x = F.embedding(graph.input("token_ids"), p.linear("embed", 16, 8))
+    total = F.add(x, x)
+    between = F.silu(total)
+    normed = F.rms_norm(total, p.scalars("norm.weight", 8), 1e-5)
+    logits = F.linear(F.gather(F.add(between, normed), graph.input("logits_indices")), p.linear("head", 16, 8))
+    network = graph.finish(logits=logits, hidden_states=normed)
+    nodes = fusion.fuse(network, network.nodes)
+    assert "add_rms_norm" in {node.op for node in nodes}
+    assert_is_straight_line_code(network, nodes)
 
 
 def test_an_intermediate_with_another_reader_is_not_swallowed():
