@@ -32,7 +32,7 @@ _EXTEND = {
     "num_prefill",
 }  # fmt: skip
 _EXTEND_OPTIONAL = {
-    "num_decodes", "use_replay", "replay_metadata", "layer_cache", "replay_work_items", "replay_n_writes",
+    "z", "num_decodes", "use_replay", "replay_metadata", "layer_cache", "replay_work_items", "replay_n_writes",
     "use_cached_replay_all_layer_commit", "conv_states", "ssm_states", "spec_metadata", "intermediate_conv_states",
     "intermediate_ssm_states", "is_target_verify", "output",
 }  # fmt: skip
@@ -118,7 +118,7 @@ class GdnLayer(Layer):
         output, tokens, prompts = options.pop("output", None), options["num_prefill_tokens"], options["num_prefill"]
         starts, starts_long = options["query_start_loc"], options["query_start_loc_long"]
         head, tail = slice(0, tokens), slice(tokens, None)
-        packed = ("mixed_qkv", "a", "b")
+        packed = [name for name in ("mixed_qkv", "a", "b", "z") if name in options]
         first = options | {name: options[name][head] for name in packed}
         first |= {"batch_size": prompts, "cache_indices": options["state_indices_p"], "num_decode_tokens": 0,
                   "state_indices_d": options["state_indices_d"][:0], "query_start_loc": starts[: prompts + 1],

@@ -69,9 +69,13 @@ def test_managers_with_dense_and_strided_pools(pair, kind, manager):
     assert served.kernel_calls == 0
 
 
-def test_prompt_and_decode_rows_of_a_gdn_batch_are_parted(pair):
+@pytest.mark.parametrize("passes_z", [False, True])
+def test_prompt_and_decode_rows_of_a_gdn_batch_are_parted(pair, passes_z):
     """The chunked kernel reads and writes the pool: decode rows must not reach it."""
     served = pair("gdn")
+    for executor in (served.ours, served.theirs):
+        for mixer in executor.model.model:
+            mixer.passes_z = passes_z
     served.step([(1, 4), (2, 3)])
     for _ in range(5):
         served.step((), [1, 2])

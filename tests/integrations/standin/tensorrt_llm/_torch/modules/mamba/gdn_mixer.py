@@ -69,8 +69,13 @@ class Qwen3NextGatedDeltaNet(nn.Module):
             "num_decodes": decodes,
             **self.unknown_arguments,
         }
+        if self.passes_z:
+            options["z"] = mixed_qkv.new_ones(mixed_qkv.shape[0], self.num_v_heads, self.head_v_dim)
         path = self.forward_extend if prefills else self.forward_decode
         return path(conv_states, ssm_states, spec_metadata=spec_metadata, output=output, **options)
+
+    passes_z = False
+    """1.3 before July 2026 passed z [tokens, Hv, V] along, which neither path uses."""
 
     unknown_arguments = {}  # noqa: RUF012
     """Set by a test: what a later version may add."""
