@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from replayssm.runtime.draft_length import DraftCosts
 from replayssm.runtime.requests import Request
@@ -41,9 +41,10 @@ def measure_draft_costs(
 ) -> DraftCosts:
     """Times of whole scheduler steps, proposals and choice included, with 0 to draft_len drafts a row.
 
-    Batches are 1, 4, 16, ... and all of the session's slots, which must be free. A time is the median of REPEATS steps
-    after a warm one, which leaves out the rare rewrite of the state: its cost per token is the same for every number of
-    drafts. Raises ValueError where max_seq_len leaves no room for that many steps.
+    Batches are 1, 4, 16, ... and all of the session's slots, which must be free. A time is the least of REPEATS steps
+    after a warm one: other work on the machine can only add to it, and the rare rewrite of the state is left out, whose
+    cost per token is the same for every number of drafts. One more draft never counts as less. Raises ValueError
+    where max_seq_len leaves no room for that many steps.
     """
     if session.free_slots < session.slots:
         raise ValueError("drafts are measured before requests arrive: the session has slots in use")
@@ -51,11 +52,11 @@ def measure_draft_costs(
     while batches[-1] * BATCH_RATIO < session.slots:
         batches.append(batches[-1] * BATCH_RATIO)
     batches = sorted({*batches, session.slots})
-    seconds = tuple(
-        tuple(_step_seconds(session, drafter, batch, count, clock) for count in range(draft_len + 1))
+    seconds = (
+        accumulate((_step_seconds(session, drafter, batch, count, clock) for count in range(draft_len + 1)), max)
         for batch in batches
     )
-    return DraftCosts(tuple(batches), seconds)
+    return DraftCosts(tuple(batches), tuple(map(tuple, seconds)))
 
 
 def _step_seconds(session: Session, drafter: Drafter, batch: int, count: int, clock: Callable[[], float]) -> float:
@@ -85,4 +86,4 @@ def _step_seconds(session: Session, drafter: Drafter, batch: int, count: int, cl
             f"max_seq_len {session.settings.max_seq_len} is too short to measure {count} drafts: raise --max-seq-len, "
             "or leave --adaptive-drafts out"
         )
-    return statistics.median(times[1:])
+    return min(times[1:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from replayssm.runtime.calibration import measure_draft_costs
@@ -47,6 +49,23 @@ def test_every_batch_and_number_of_drafts_is_timed_at_full_length(tiny_engine, b
     # What was measured decides: at 6 rows a first draft costs 22 / 16, and it stands with chance 0.7 at first.
     assert costs.crossovers()[6] == pytest.approx(22 / 16 - 1)
     assert Scheduler(session, drafter, SchedulerOptions(draft_costs=costs)).draft_len == 3
+
+
+def test_other_work_on_the_machine_does_not_count(tiny_engine):
+    """Steps that were held up are not taken, and more drafts never look cheaper than fewer."""
+    session = Session(tiny_engine("nano"), slots=1)
+    noise = itertools.cycle((0.0, 50.0, 9.0))
+    clock = TokenClock(session, fixed=10.0)
+    step = session.step
+
+    def held_up(rows):
+        clock.now += next(noise)
+        return step(rows)
+
+    session.step = held_up
+    assert measure_draft_costs(session, NgramDrafter(), 3, clock).seconds == ((11.0, 12.0, 13.0, 14.0),)
+    session.step = lambda rows: setattr(clock, "now", clock.now - 2 * len(rows[0].tokens)) or step(rows)
+    assert measure_draft_costs(session, NgramDrafter(), 3, clock).seconds == ((9.0,) * 4,)
 
 
 def test_it_needs_room_and_free_slots(tiny_engine):
