@@ -253,9 +253,11 @@ def _attention_shared_bytes(head_dim: int, warps: int) -> int:
 
 
 def uses_readout(settings: ReplaySettings) -> bool:
-    """Whether a layer runs a readout kernel: its outputs read a copy of the state, or an fp8 checkpoint."""
-    plain = settings.is_baseline or settings.serial_exact
-    return not plain and (settings.readout_dtype != "same" or settings.state_dtype == "float8")
+    """Whether a layer runs a readout kernel: its outputs read a copy of the state, or a checkpoint that is fp8 or rounded
+    stochastically."""
+    if settings.is_baseline or settings.serial_exact:
+        return False
+    return settings.readout_dtype != "same" or settings.state_dtype == "float8" or bool(settings.rounding_scalars)
 
 
 def _check(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, rows: int, columns: int) -> None:
@@ -274,6 +276,9 @@ def _check(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, row
             f"buffer_len {settings.buffer_len} or max_window {settings.max_window} exceeds {MAX_HISTORY} or "
             f"{MAX_WINDOW}"
         )
+    shared_bf16 = (settings.state_dtype, settings.readout_dtype) == ("bfloat16", "same")
+    if readout and shared_bf16 and settings.activation_dtype != "bfloat16":
+        reasons.append(f"a bfloat16 checkpoint is multiplied by activations of {settings.activation_dtype}")
     if columns % 16 or columns > 256 or rows % 8:
         reasons.append(f"the state is {rows} x {columns} (needs rows in 8s and columns in 16s, at most 256)")
     if reasons:

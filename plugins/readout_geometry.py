@@ -110,7 +110,8 @@ def _shared_bytes(
     window, nvfp4 = settings.max_window, settings.readout_dtype == "nvfp4"
     tokens = round_up(max(settings.buffer_len, window), 16)
     padded = round_up(cta_rows, 16)
-    code_stride, scale_bytes = (columns // 2, columns // 16) if nvfp4 else (columns + 16, 1)
+    element = 2 if settings.readout_dtype == "same" and settings.state_dtype != "float8" else 1
+    code_stride, scale_bytes = (columns // 2, columns // 16) if nvfp4 else (element * columns + 16, 1)
     state_rows = warps * cta_rows + 8
     readout = round_up(state_rows * code_stride, 128) + round_up(state_rows * scale_bytes, 128)
     fold_keys = tokens // 16 * columns // 8 * 512

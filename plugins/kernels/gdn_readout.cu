@@ -488,7 +488,7 @@ gdn_readout(
                                             shared.tile + CODES_SIZE + at * SCALE_BYTES, query);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                if (16 * m + 8 * half >= CTA_ROWS) continue;
+                if (WIDE || 16 * m + 8 * half >= CTA_ROWS) continue;
                 row_scale[half] = NVFP4 ? shuffle_from(tile_scale, (16 * m + 8 * half) / TILE_ROWS)
                                         : e4m3_scale(STATE_ROWS((int)slot_now).scales[own_row + 16 * m + 8 * half + g]);
             }

@@ -3,13 +3,15 @@
 // the warps of a block share a group, so that its rows B or k are staged once. A lane 4 g + t owns, of rows g and g + 8 of
 // each 16, the columns 16 i + 4 t .. 16 i + 4 t + 3: slots 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of a 16-column matrix step.
 //
-// Stamped in beside what replay.cuh needs: CTA_WARPS, READOUT_FORMAT (READOUT_SAME: the checkpoint, which is fp8 then),
-// STOCHASTIC.
+// Stamped in beside what replay.cuh needs: CTA_WARPS, READOUT_FORMAT (READOUT_SAME: the checkpoint itself, which is fp8
+// or rounded stochastically), STOCHASTIC.
 #pragma once
 #include "replay.cuh"
 #include "serial.cuh"
 
 constexpr bool NVFP4 = READOUT_FORMAT == READOUT_NVFP4;
+// A 16-bit checkpoint that is read itself: it comes here to be rounded stochastically.
+constexpr bool WIDE = READOUT_FORMAT == READOUT_SAME && STATE_FORMAT != FORMAT_FP8;
 constexpr int M_TILES = round_up(CTA_ROWS, 16) / 16;
 constexpr int TILE_ROWS = ROWS / ROW_TILES;
 constexpr int CTA_STATE_ROWS = WARPS * CTA_ROWS;  // rows of a block, neighbours in memory
@@ -20,8 +22,8 @@ constexpr int TOKEN_STEPS = TOKEN_ROWS / 16;
 // Strides that spread the 8-byte reads of a quad's columns, and the rows of matrix loads, over all banks.
 constexpr int KEY_STRIDE = COLUMNS + 16;
 constexpr int OWN_STRIDE = M_TILES * 16 + 8;
-// fp8 rows are padded, nvfp4 rows need no padding.
-constexpr int CODE_BYTES = NVFP4 ? COLUMNS / 2 : COLUMNS;
+// Rows of bytes and of 16-bit numbers are padded, nvfp4 rows need no padding.
+constexpr int CODE_BYTES = NVFP4 ? COLUMNS / 2 : WIDE ? 2 * COLUMNS : COLUMNS;
 constexpr int CODE_STRIDE = NVFP4 ? CODE_BYTES : CODE_BYTES + 16;
 constexpr int SCALE_BYTES = NVFP4 ? COLUMNS / 16 : 1;
 // The last warp's last matrix step may read 8 rows further than there are.
@@ -31,11 +33,13 @@ constexpr int FOLD_KEYS_SIZE = TOKEN_STEPS * (COLUMNS / 8) * 32 * 16;
 constexpr int STAGE_SIZE = TILE_ROWS * COLUMNS * 4;
 constexpr int TILE_SIZE = larger(CODES_SIZE + SCALES_SIZE, larger(FOLD_KEYS_SIZE, STAGE_SIZE));
 // Power of two by which codes and scales, as the products below take them, are too small.
-constexpr int READOUT_EXPONENT = NVFP4 ? 14 + 8 : 8;
+constexpr int READOUT_EXPONENT = NVFP4 ? 14 + 8 : WIDE ? 0 : 8;
+// bf16 rows are multiplied by queries as they are, all others by queries in fp16.
+constexpr bool PLAIN_QUERIES = WIDE && STATE_FORMAT == FORMAT_BF16;
 
 static_assert(COLUMNS % 32 == 0 && TILE_ROWS % 8 == 0, "words of 8 codes; eight rows belong to one tile");
 static_assert(HEADS_PER_GROUP * CTAS_PER_HEAD % WARPS == 0, "the warps of a block share a group");
-static_assert(READOUT_FORMAT != READOUT_SAME || STATE_FORMAT == FORMAT_FP8, "other checkpoints have the window kernels");
+static_assert(!WIDE || STATE_FORMAT == FORMAT_FP16 || ACTIVATION_FORMAT == FORMAT_BF16, "fp32 has the window kernels");
 
 // The exact power of two of an fp32 exponent field 1 to 254; NaN for 255.
 DEVICE float power_of_two(int field) { return field == 255 ? bits_to_float(0x7fffffffu) : bits_to_float((u32)field << 23); }
@@ -441,7 +445,7 @@ DEVICE void readout_copy_again(unsigned char* tile, int row, const StateRows& fr
 // --------------------------------------------------------------------------------------------- products with it
 
 // Rows of queries (C, or q and k) in fp16, scaled so that the largest of a row lies in [2^14, 2^15), and in `unit` what
-// undoes that and READOUT_EXPONENT. A warp converts a row of COLUMNS activations.
+// undoes that and READOUT_EXPONENT. A warp converts a row of COLUMNS activations. (PLAIN_QUERIES: copies it.)
 DEVICE void halve_row(u16* half, float* unit, const activation_t* from) {
     const int lane = threadIdx.x % 32;
     constexpr int WORDS = COLUMNS / 2, COUNT = (WORDS + 31) / 32;
@@ -454,8 +458,16 @@ DEVICE void halve_row(u16* half, float* unit, const activation_t* from) {
         const u32 both = low > high ? low : high;
         largest = both > largest ? both : largest;
     }
+    if constexpr (PLAIN_QUERIES) {
+#pragma unroll
+        for (int n = 0; n < COUNT; n++)
+            if (n * 32 + lane < WORDS) ((u32*)half)[n * 32 + lane] = words[n];
+        if (lane == 0) *unit = 1.f;
+        return;
+    }
+    constexpr int LOWEST = READOUT_EXPONENT > 1 ? READOUT_EXPONENT : 1;
     int field = 268 - (int)(reduce_max(largest) >> 23);
-    field = field > 254 ? 254 : field < READOUT_EXPONENT ? READOUT_EXPONENT : field;
+    field = field > 254 - 14 ? 254 - 14 : field < LOWEST ? LOWEST : field;
     const float factor = power_of_two(field);
 #pragma unroll
     for (int n = 0; n < COUNT; n++)
@@ -566,6 +578,16 @@ DEVICE void dot_readout(float (&product)[TILES][4], const unsigned char* codes, 
                     }
                 }
             }
+        }
+    } else if constexpr (WIDE) {
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            const uint2 first = *(const uint2*)(codes + 32 * step + 8 * t);
+            const uint2 second = *(const uint2*)(codes + 8 * CODE_STRIDE + 32 * step + 8 * t);
+#pragma unroll
+            for (int n = 0; n < TILES; n++)
+                mma_16bit<PLAIN_QUERIES ? FORMAT_BF16 : FORMAT_FP16>(product[n], first.x, second.x, first.y, second.y,
+                                                                     query[n][step][0], query[n][step][1]);
         }
     } else {
 #pragma unroll

@@ -42,7 +42,7 @@
 #define READOUT_STRIDES
 #define READOUT_OUT
 #define READOUT_ROWS(slot) \
-    checkpoint + offset_of(slot, checkpoint_stride), CHECKPOINT_SCALES(slot), nullptr
+    (unsigned char*)(checkpoint + offset_of(slot, checkpoint_stride)), CHECKPOINT_SCALES(slot), nullptr
 #endif
 
 #define STATE_PARTS_IN const state_t *checkpoint_in, const int *position_in, CHECKPOINT_SCALE_IN READOUT_IN

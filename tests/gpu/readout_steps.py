@@ -1,0 +1,82 @@
+"""Steps whose fold is exact in fp32 whatever its order, so that a kernel must store the reference's bytes."""
+
+from __future__ import annotations
+
+import torch
+from window_steps import Steps, to_device
+
+from replayssm.plugins import reference
+from replayssm.plugins.reference.formats import RandomKey, load_checkpoint, store_state
+from replayssm.plugins.state import LayerState
+
+POSITION, LAYER = 1000, 3
+
+
+def exact_steps(steps: Steps, kernels) -> tuple[LayerState, LayerState]:
+    """(the reference's state, the kernel's) after a step in which two of three rows flush.
+
+    Log decays are zero, states and history are small multiples of powers of two (a different one per state row, from
+    far below the formats' normal numbers to their largest), so S + sum of outer products is exact. One state holds a
+    value that is not finite.
+    """
+    geometry, settings = steps.geometry, steps.settings
+    heads, rows, columns = geometry.state_shape
+    mamba2 = geometry.kind == "mamba2"
+    state = to_device(steps.pool(), "cpu")
+
+    def integers(*shape: int, limit: int = 8) -> torch.Tensor:
+        return torch.randint(-limit, limit + 1, shape, generator=steps.generator).float()
+
+    size = torch.exp2(torch.randint(-20, 8, (heads, rows), generator=steps.generator).float())
+    for slot in range(3):
+        S = (steps.normal(heads, rows, columns) * 512).round() / 512 * size[..., None]
+        store_state(state, slot, S, RandomKey(LAYER, POSITION))
+    length = settings.ring_len
+    keys = torch.exp2(integers(3, length, *state[("ring_B" if mamba2 else "ring_k")].shape[2:], limit=1))
+    keys *= integers(*keys.shape, limit=1)
+    if mamba2:
+        state["ring_B"][:3] = keys.to(steps.dtype)
+        state["ring_x"][:3] = (integers(3, length, heads, rows) / 8 * size).to(steps.dtype)
+        state["ring_dt"][:3] = torch.exp2(integers(3, length, heads, limit=1))
+    else:
+        state["ring_k"][:3] = keys.to(steps.dtype)
+        planes = state["ring_u"].shape[3]
+        u = integers(3, length, heads, planes, rows) / 8 * size[:, None]
+        u[..., 1:, :] /= 256
+        state["ring_u"][:3] = u.to(state["ring_u"].dtype)
+        state["ring_g"][:3] = 0.0
+    if settings.state_dtype == "float32":
+        assert torch.isfinite(load_checkpoint(state, 0, torch.float32)).all()
+        state["checkpoint"][1, 0, 1, 2] = torch.inf
+    # Slot 2 holds no more history than it may keep.
+    history = torch.tensor([settings.buffer_len, max(1, settings.buffer_len // 2), 0])
+    history[1] = settings.buffer_len if settings.max_window == 1 else max(1, settings.buffer_len - 1)
+    state["checkpoint_position"][:3] = (POSITION - history)[:, None, None].to(torch.int32)
+    lengths = [min(2, settings.max_window)] * 3
+    inputs = steps.inputs(sum(lengths))
+    starts = [0, lengths[0], lengths[0] + lengths[1]]
+    index = [torch.tensor(v, dtype=torch.int32) for v in ([POSITION] * 3, starts, lengths, [0, 1, 2])]
+    constants = [constant.cpu().clone() for constant in steps.constants]
+    if mamba2:
+        constants[0].fill_(-torch.inf)
+    mine = to_device(state, steps.device)
+    name = f"{geometry.kind}_window"
+    getattr(reference, name)(*(t.cpu() for t in inputs), *constants, state, *index, LAYER)
+    moved = [[t.to(steps.device) for t in group] for group in (inputs, constants, index)]
+    getattr(kernels, name)(*moved[0], *moved[1], mine, *moved[2], LAYER)
+    assert int(state.error_flag) == int(mine.error_flag) == 0
+    assert (state["checkpoint_position"][:2] == POSITION).all()
+    return state, to_device(mine, "cpu")
+
+
+def assert_same_bytes(mine: LayerState, expected: LayerState) -> None:
+    """Checkpoint and readout of slots 0 to 2 are equal bit for bit; NaN equals NaN."""
+    for name, value in expected.tensors.items():
+        if not name.startswith(("checkpoint", "readout")):
+            continue
+        got, want = mine[name][:3], value[:3]
+        same = got.view(torch.uint8) == want.view(torch.uint8)
+        same = same.view(*want.shape, -1).all(-1)
+        if want.is_floating_point():
+            same |= got.float().isnan() & want.float().isnan()
+        assert same.all(), f"{name}: {int((~same).sum())} of {same.numel()} differ"

@@ -1,0 +1,156 @@
+"""The readout kernels' own source, compiled for the host and run thread by thread against the references."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry, ReplaySettings
+
+sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
+from emulate import Emulated
+from readout_steps import assert_same_bytes, exact_steps
+from window_steps import Steps, assert_close, compare, to_device
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+
+STOCHASTIC = {"state_rounding": "stochastic", "rounding_seed": 11}
+CASES = {
+    "mamba2-fp16sr-nvfp4": (
+        Mamba2Geometry(4, 32, 64, 1),
+        {"state_dtype": "float16", "readout_dtype": "nvfp4", **STOCHASTIC},
+        90,
+    ),
+    "mamba2-fp32-nvfp4-verify-tiles": (
+        Mamba2Geometry(2, 80, 128, 1),
+        {"max_window": 5, "buffer_len": 8, "readout_dtype": "nvfp4"},
+        90,
+    ),
+    "mamba2-fp8sr-nvfp4-sm80": (
+        Mamba2Geometry(2, 40, 32, 1),
+        {"max_window": 9, "buffer_len": 20, "activation_dtype": "float16", "state_dtype": "float8"}
+        | {"readout_dtype": "nvfp4", **STOCHASTIC},
+        80,
+    ),
+    "mamba2-bf16-fp8": (
+        Mamba2Geometry(3, 24, 64, 1),
+        {"max_window": 2, "buffer_len": 4, "state_dtype": "bfloat16", "readout_dtype": "float8"},
+        90,
+    ),
+    "mamba2-fp8": (Mamba2Geometry(2, 16, 32, 1), {"max_window": 1, "buffer_len": 4, "state_dtype": "float8"}, 90),
+    "gdn-fp16sr-nvfp4-verify": (
+        GdnGeometry(1, 2, 64, 40),
+        {"max_window": 3, "buffer_len": 8, "state_dtype": "float16", "readout_dtype": "nvfp4", **STOCHASTIC},
+        90,
+    ),
+    "gdn-fp8-nvfp4-checkpoint": (
+        GdnGeometry(1, 4, 32, 32),
+        {"state_dtype": "float8", "readout_dtype": "nvfp4", "u_source": "checkpoint"},
+        90,
+    ),
+    "gdn-bf16sr": (GdnGeometry(1, 2, 32, 16), {"max_window": 6, "state_dtype": "bfloat16", **STOCHASTIC}, 80),
+}
+
+
+def make(case: str, seed: int = 0) -> tuple[Steps, Emulated]:
+    geometry, settings, arch = CASES[case]
+    return Steps(geometry, ReplaySettings(**settings), seed=seed), Emulated(arch)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matches_the_reference(case: str) -> None:
+    """Outputs, state and error flags over calls that mix every kind of row, from a poisoned pool."""
+    steps, kernels = make(case)
+    assert_close(compare(steps, kernels, 12), steps)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stores_the_references_bytes(case: str) -> None:
+    """Rounding, scales, codes and random bits, where the fold itself is exact."""
+    steps, kernels = make(case, seed=1)
+    expected, mine = exact_steps(steps, kernels)
+    assert_same_bytes(mine, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_repeated_step_is_bit_equal(case: str) -> None:
+    """Rule 2, also for steps that flush: the same call again changes neither outputs nor state."""
+    steps, kernels = make(case, seed=2)
+    state, flushes = steps.pool(), 0
+    for _ in range(12):
+        call = steps.next_call(prefill=False)
+        before = state["checkpoint_position"].clone()
+        first = steps.run(kernels, state, call)
+        flushes += int((before != state["checkpoint_position"]).any())
+        kept = to_device(state, "cpu")
+        assert torch.equal(first, steps.run(kernels, state, call))
+        for name, tensor in state.tensors.items():
+            assert torch.equal(tensor.view(torch.uint8), kept[name].view(torch.uint8)), name
+    assert flushes
+
+
+def test_rejected_tokens_leave_no_trace() -> None:
+    """Rule 1: outputs of accepted tokens do not depend on the rejected ones that shared their windows."""
+    for case in ("mamba2-fp32-nvfp4-verify-tiles", "gdn-fp16sr-nvfp4-verify"):
+        outputs = []
+        for scale in (1.0, 50.0):
+            steps, kernels = make(case, seed=3)
+            state, kept = steps.pool(), []
+            for _ in range(8):
+                call = steps.next_call(odd_rows=False, prefill=False)
+                for start, length, accepted in zip(call.starts, call.lengths, call.accepted, strict=True):
+                    for tensor in call.inputs:
+                        tensor[start + accepted : start + length] *= scale
+                out = steps.run(kernels, state, call)
+                kept += [out[s : s + n].clone() for s, n in zip(call.starts, call.accepted, strict=True)]
+            outputs.append(torch.cat(kept))
+        assert torch.equal(*outputs), case
+
+
+def test_corrupted_readout_never_reaches_the_checkpoint() -> None:
+    """Mamba2: later checkpoints are the same to the bit, whatever the readout held (outputs are not)."""
+    states, outputs = [], []
+    for corrupt in (False, True):
+        steps, kernels = make("mamba2-fp16sr-nvfp4", seed=4)
+        state, kept = steps.pool(), []
+        for number in range(40):
+            call = steps.next_call(odd_rows=False, prefill=number == 3)
+            if corrupt:
+                state["readout"].random_(0, 256, generator=torch.Generator().manual_seed(number))
+            kept.append(steps.run(kernels, state, call))
+        states.append(state)
+        outputs.append(torch.cat(kept))
+    for name in ("checkpoint", "checkpoint_position", "ring_x"):
+        first, second = (state[name].view(torch.uint8) for state in states)
+        assert torch.equal(first, second), name
+    assert not torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("case", ["mamba2-fp16sr-nvfp4", "gdn-fp16sr-nvfp4-verify"])
+def test_nan_stays_in_its_row(case: str) -> None:
+    steps, kernels = make(case, seed=6)
+    state = steps.pool()
+    steps.positions = [0] * steps.slots
+    call = steps.next_call(odd_rows=False, prefill=False)
+    clean = steps.run(kernels, to_device(state, "cpu"), call)
+    own = slice(call.starts[1], call.starts[1] + call.lengths[1])
+    for tensor in call.inputs:
+        tensor[own] = torch.nan
+    dirty = steps.run(kernels, state, call)
+    assert dirty[own].isnan().all()
+    dirty[own] = clean[own]
+    assert torch.equal(dirty, clean)
+
+
+def test_result_does_not_depend_on_the_window_class() -> None:
+    """A decode row gives the same bits in the decode kernel and among verify rows."""
+    geometry, settings, arch = CASES["mamba2-fp16sr-nvfp4"]
+    classes = [Steps(geometry, ReplaySettings(**settings, max_window=window), seed=3) for window in (1, 8)]
+    states, kernels = [steps.pool() for steps in classes], Emulated(arch)
+    for position in range(20):
+        inputs = classes[0].inputs(1)
+        rows = [torch.tensor([value], dtype=torch.int32) for value in (position, 0, 1, 0)]
+        outputs = [kernels.mamba2_window(*inputs, *classes[0].constants, state, *rows, 0) for state in states]
+        assert torch.equal(*outputs)
