@@ -81,8 +81,8 @@ class KernelConfig:
     shared_bytes: int
 
 
-# (kernel, state bytes of a row, rows of a head): rows per block. H200, batch 256, L = 16, desynchronised rings, commit
-# b716b55: microseconds at window 1 and window 5, by rows per block.
+# (kernel, state bytes of a row, rows of a head): rows per block, also of the decode kernels. H200, batch 256, L = 16,
+# desynchronised rings, commit b716b55: microseconds at window 1 and window 5, by rows per block.
 TABLE: dict[tuple[str, int, int], int] = {
     ("mamba2_window", 512, 80): 80,  # nano4b fp32: 40 rows 385, 477; 80 rows 320, 399
     ("mamba2_window", 512, 64): 64,  # super120b fp32: 32 rows 389, 484; 64 rows 334, 415
@@ -93,8 +93,13 @@ TABLE: dict[tuple[str, int, int], int] = {
 }
 
 REGISTERS_PER_SM = 65536
-REGISTERS_WANTED = 104
-"""Registers per thread below which the window kernels would spill; limits how many blocks are asked for."""
+REGISTERS_WANTED = {"mamba2_window": 96, "mamba2_decode": 96}
+"""Registers per thread below which a kernel would spill (104 where nothing is said); limits how many blocks are asked
+for."""
+
+REGISTERS_OF_SMALL_DECODE = 72
+"""The same for decode kernels of 16-bit states, whose small tiles gain from more blocks. H200, batch 256, by blocks per
+multiprocessor: super120b 5: 206 us, 6: 188, 7: 175, 8: 176; nano4b 4: 190, 5: 177, 6: 168 with spills."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -142,10 +147,12 @@ def window_config(
     capacity = min(limits.shared_per_block, EMBEDDED_SHARED_BYTES) if embedded else limits.shared_per_block
     kind = geometry.kind
     kernel = f"{kind}_serial" if serial else f"{kind}_window"
+    if kernel == "mamba2_window" and settings.max_window == 1 and settings.state_dtype in FORMATS:
+        kernel = "mamba2_decode"
     candidates = row_candidates(rows, geometry.row_tiles)
     wanted = (
         cta_rows
-        or TABLE.get((kernel, columns * _state_bytes(settings), rows))
+        or TABLE.get((f"{kind}_window", columns * _state_bytes(settings), rows))
         or _default_cta_rows(kernel, candidates, columns * 4)
     )
     fitting = [
@@ -161,9 +168,9 @@ def window_config(
     count = max(fitting)
     shared = _shared_bytes(kernel, geometry, settings, count)
     threads = 32 * (round_up(count, 16) // 16)
-    min_ctas = max(
-        1, min(limits.shared_per_sm // (shared + 1024), REGISTERS_PER_SM // (threads * REGISTERS_WANTED), 16)
-    )
+    small = kernel == "mamba2_decode" and _state_bytes(settings) == 2 and columns <= 128 and settings.buffer_len <= 16
+    registers = REGISTERS_OF_SMALL_DECODE if small else REGISTERS_WANTED.get(kernel, 104)
+    min_ctas = max(1, min(limits.shared_per_sm // (shared + 1024), REGISTERS_PER_SM // (threads * registers), 16))
     blocks = heads * (rows // count)
     if ahead_rows is None:
         ahead_rows = _ahead_rows(limits, min_ctas, blocks, count * columns * _state_bytes(settings))
@@ -337,7 +344,11 @@ def _shared_bytes(kernel: str, geometry: Mamba2Geometry | GdnGeometry, settings:
     row, values = (columns + 8) * 2, (padded + 8) * 2
     tile = padded * columns * _state_bytes(settings)
     decays = (history + 2 * window_rows + 1) * 4
-    if kernel == "mamba2_window":
+    if kernel == "mamba2_decode":
+        parked = padded * 8 if _state_bytes(settings) == 2 and padded % 64 else 4
+        partials = min(-(-columns // 32), padded // 16) * (history + 1) * 4
+        total = tile + history * values + history * row + columns * 2 + partials + 4 + parked
+    elif kernel == "mamba2_window":
         tokens = history + window_rows
         coefficients = window_rows * (tokens + 4) * 4
         total = (

@@ -11,7 +11,8 @@
 #include "mamba2_serial.cuh"
 
 constexpr int QUERY_TILES = WINDOW_ROWS / 8;
-// A window follows its history without a gap while both fit HISTORY_ROWS; behind a folded history it starts there.
+// Rows of tokens in shared memory: row k of the history is the token HISTORY_ROWS - k before the window, so that its ring
+// entry does not depend on the checkpoint position; then the window. What is neither is zero.
 constexpr int TOKEN_ROWS = HISTORY_ROWS + WINDOW_ROWS;
 constexpr int COEFFICIENT_STRIDE = TOKEN_ROWS + 4;
 
@@ -47,9 +48,11 @@ mamba2_window(
     int* error_flag) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
-    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
+    const u32 tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
+    const u32 from_end = THREADS - 1 - tid;
     const Block block = this_block();
     const int state_offset = (block.head * ROWS + block.first_row) * COLUMNS, tile_index = block.tile;
+    const int x_column = block.head * ROWS + block.first_row, B_column = block.group * COLUMNS;
 
     // All that is known before the slot, then all that the slot tells, then the tile: nothing here waits for more than
     // the row's slot. A fresh sequence ignores the tile.
@@ -58,18 +61,45 @@ mamba2_window(
     const float log_A = A_log[block.head], D_head = D[block.head], bias = dt_bias[block.head];
     const LaterRow later = look_ahead(seq_lens, state_batch_indices, num_slots);
     const bool has_slot = slot >= 0 && slot < num_slots;
+    const state_t* slot_state = checkpoint_in + (offset_of(slot, checkpoint_stride) + state_offset);
     int tile_position = 0, later_position = 0;
     if (has_slot) {
-        tile_position = position_in[(long long)slot * position_stride + tile_index];
-        tile_copy_start(shared.tile, checkpoint_in + (long long)slot * checkpoint_stride + state_offset,
-                        &shared.barrier);
+        tile_position = position_in[offset_of(slot, position_stride) + tile_index];
+        tile_copy_start(shared.tile, slot_state, &shared.barrier);
     }
-    if (later.exists) later_position = position_in[(long long)later.slot * position_stride + tile_index];
+    if (later.exists) later_position = position_in[offset_of(later.slot, position_stride) + tile_index];
+
+    // The window's own inputs travel while the checkpoint position does; a row that turns out invalid ignores them.
+    const bool readable = start >= 0 && window_length >= 0 && (long long)start + window_length <= num_tokens;
+    const int copied = readable && window_length <= MAX_WINDOW ? window_length : 0;
+    constexpr u32 B_CHUNKS = COLUMNS / 8, X_CHUNKS = CTA_ROWS / 8;
+    const activation_t* row_x = computed(x + (offset_of(start, x_stride) + x_column));
+    const activation_t* row_B = computed(B + (offset_of(start, B_stride) + B_column));
+    const activation_t* row_C = computed(C + (offset_of(start, C_stride) + B_column));
+    spread<WINDOW_ROWS * B_CHUNKS>([&](u32 i) {
+        const int w = i / B_CHUNKS, offset = i % B_CHUNKS * 8;
+        copy_async_16(shared.B + (HISTORY_ROWS + w) * TOKEN_STRIDE + offset, row_B + (w * B_stride + offset),
+                      w < copied);
+    });
+    spread_from_end<WINDOW_ROWS * X_CHUNKS>([&](u32 i) {
+        const int w = i / X_CHUNKS, offset = i % X_CHUNKS * 8;
+        copy_async_16(shared.x + (HISTORY_ROWS + w) * VALUE_STRIDE + offset, row_x + (w * x_stride + offset),
+                      w < copied);
+    });
+    spread_from_end<MAX_WINDOW * B_CHUNKS>([&](u32 i) {
+        const int w = i / B_CHUNKS, offset = i % B_CHUNKS * 8;
+        copy_async_16(shared.C + w * TOKEN_STRIDE + offset, row_C + (w * C_stride + offset), w < copied);
+    });
+    u32 raw_dt = 0;
+    if (warp == 0 && (int)lane < copied) raw_dt = dt[offset_of(start + lane, dt_stride) + block.head];
+
     const Row row = make_row(slot, seq_len, start, window_length, tile_position, num_tokens, num_slots, max_seq_len,
                              MAX_HISTORY);
-    activation_t* output = y + (long long)block.head * ROWS + block.first_row;
-    const bool prefill = row.length > MAX_WINDOW;
-    if (!row.active || prefill) {
+    activation_t* output = y + x_column;
+    const activation_t* slot_ring_x = computed(ring_x_in + (offset_of(slot, ring_x_stride) + x_column));
+    const activation_t* slot_ring_B = computed(ring_B_in + (offset_of(slot, ring_B_stride) + B_column));
+    const float* slot_ring_dt = ring_dt_in + (offset_of(slot, ring_dt_stride) + block.head);
+    if (!row.active || row.length > MAX_WINDOW) {
         copy_async_wait();
         sync_threads();
         if (has_slot) tile_copy_wait(&shared.barrier);
@@ -79,83 +109,51 @@ mamba2_window(
             return;
         }
         if (skip_prefill) return;  // the row belongs to mamba2_prefill.cu
-        const SerialInputs inputs = {
-            x + (long long)row.start * x_stride + block.head * ROWS + block.first_row,
-            dt + (long long)row.start * dt_stride + block.head,
-            B + (long long)row.start * B_stride + block.group * COLUMNS,
-            C + (long long)row.start * C_stride + block.group * COLUMNS,
-            x_stride, dt_stride, B_stride, C_stride,
-            ring_x_in + (long long)slot * ring_x_stride + block.head * ROWS + block.first_row,
-            ring_B_in + (long long)slot * ring_B_stride + block.group * COLUMNS,
-            ring_dt_in + (long long)slot * ring_dt_stride + block.head,
-            -expf(log_A), D_head, bias};
-        const SerialStores stores = {checkpoint + (long long)slot * checkpoint_stride + state_offset, row.length,
-                                     nullptr, 0};
+        const SerialInputs inputs = {row_x,
+                                     dt + (offset_of(start, dt_stride) + block.head),
+                                     row_B,
+                                     row_C,
+                                     x_stride,
+                                     dt_stride,
+                                     B_stride,
+                                     C_stride,
+                                     slot_ring_x,
+                                     slot_ring_B,
+                                     slot_ring_dt,
+                                     -expf(log_A),
+                                     D_head,
+                                     bias};
+        const SerialStores stores = {checkpoint + (offset_of(slot, checkpoint_stride) + state_offset), row.length, nullptr,
+                                     0};
         for (int first = warp * 4; first < CTA_ROWS; first += WARPS * 4)
-            serial_rows<4, false>(inputs, row, first,
-                                  checkpoint_in + (long long)slot * checkpoint_stride + state_offset, stores,
-                                  output + (long long)row.start * HEADS * ROWS);
-        if (tid < CTA_TILES)
-            position[(long long)slot * position_stride + tile_index + tid] = row.seq_len + row.length;
+            serial_rows<4, false>(inputs, row, first, slot_state, stores, output + offset_of(start, HEADS * ROWS));
+        if (tid < CTA_TILES) position[offset_of(slot, position_stride) + tile_index + tid] = row.seq_len + row.length;
         return;
     }
 
     const int c = row.checkpoint_position, history = row.seq_len - c, length = row.length;
     const bool flush = history > 0 && history + length > BUFFER_LEN;
-    const int window_row = flush ? HISTORY_ROWS : history;  // of the token rows in shared memory
-    const int first_entry = c % RING_LEN;                  // of the history in the ring
-    const int x_column = block.head * ROWS + block.first_row, B_column = block.group * COLUMNS;
-    const activation_t* slot_ring_x = computed(ring_x_in + ((long long)slot * ring_x_stride + x_column));
-    const activation_t* slot_ring_B = computed(ring_B_in + ((long long)slot * ring_B_stride + B_column));
-    const activation_t* row_x = computed(x + ((long long)row.start * x_stride + x_column));
-    const activation_t* row_B = computed(B + ((long long)row.start * B_stride + B_column));
-    const activation_t* row_C = C + ((long long)row.start * C_stride + B_column);
-
-    float raw_dt = 0.f, dt_past = 0.f;
-    if (warp == 0) {
-        if (lane < length) raw_dt = activation_to_float(dt[(long long)(start + lane) * dt_stride + block.head]);
-        if (lane < history)
-            dt_past = ring_dt_in[(long long)slot * ring_dt_stride + wrapped(first_entry + lane) * HEADS + block.head];
-    }
-    // Row k of B and x in shared memory: history, window, or zero.
-    const auto load_B = [&](int k, int offset) {
-        const int w = k - window_row;
-        const bool past = k < history, valid = past | ((u32)w < (u32)length);
-        const int entry = wrapped(first_entry + (past ? k : 0)) * (GROUPS * COLUMNS), token = (valid ? w : 0) * B_stride;
-        copy_async_16(shared.B + k * TOKEN_STRIDE + offset,
-                      (past ? slot_ring_B : row_B) + ((past ? entry : token) + offset), valid);
+    const int dead = HISTORY_ROWS - history;  // rows before the history
+    const int new_entry = (u32)seq_len % RING_LEN;
+    const auto entry_of = [&](int k) {
+        const int e = new_entry - HISTORY_ROWS + k;
+        return e < 0 ? e + RING_LEN : e;
     };
-    const auto load_x = [&](int k, int offset) {
-        const int w = k - window_row;
-        const bool past = k < history, valid = past | ((u32)w < (u32)length);
-        const int entry = wrapped(first_entry + (past ? k : 0)) * (HEADS * ROWS), token = (valid ? w : 0) * x_stride;
-        copy_async_16(shared.x + k * VALUE_STRIDE + offset,
-                      (past ? slot_ring_x : row_x) + ((past ? entry : token) + offset), valid);
-    };
-    constexpr int B_CHUNKS = COLUMNS / 8, X_CHUNKS = CTA_ROWS / 8;
-    spread<HISTORY_ROWS * B_CHUNKS>([&](int i) { load_B(i / B_CHUNKS, i % B_CHUNKS * 8); });
-    spread<HISTORY_ROWS * X_CHUNKS>([&](int i) { load_x(i / X_CHUNKS, i % X_CHUNKS * 8); });
-    spread_from_end<MAX_WINDOW * B_CHUNKS>([&](int i) {
-        const int w = i / B_CHUNKS, offset = i % B_CHUNKS * 8;
-        const bool valid = w < length;
-        copy_async_16(shared.C + w * TOKEN_STRIDE + offset, row_C + ((valid ? w : 0) * C_stride + offset), valid);
+    float dt_past = 0.f;
+    if (warp == 0 && (int)lane >= dead && lane < HISTORY_ROWS) dt_past = slot_ring_dt[entry_of(lane) * HEADS];
+    spread<HISTORY_ROWS * B_CHUNKS>([&](u32 i) {
+        const int k = i / B_CHUNKS, offset = i % B_CHUNKS * 8;
+        copy_async_16(shared.B + k * TOKEN_STRIDE + offset, slot_ring_B + (entry_of(k) * (GROUPS * COLUMNS) + offset),
+                      k >= dead);
     });
-    if (flush) {
-        spread<WINDOW_ROWS * B_CHUNKS>([&](int i) { load_B(HISTORY_ROWS + i / B_CHUNKS, i % B_CHUNKS * 8); });
-        spread<WINDOW_ROWS * X_CHUNKS>([&](int i) { load_x(HISTORY_ROWS + i / X_CHUNKS, i % X_CHUNKS * 8); });
-    }
-    if (later.exists)
-        prefetch_ring(later, later_position, [&](int entry) {
-            prefetch(ring_x_in + ((long long)later.slot * ring_x_stride + entry * (HEADS * ROWS) + x_column),
-                     CTA_ROWS * sizeof(activation_t));
-            if (block.first_of_group)
-                prefetch(ring_B_in + ((long long)later.slot * ring_B_stride + entry * (GROUPS * COLUMNS) + B_column),
-                         COLUMNS * sizeof(activation_t));
-            if (block.first_of_head && block.head % 8 == 0)
-                prefetch_sector(ring_dt_in + ((long long)later.slot * ring_dt_stride + entry * HEADS + block.head));
-        });
+    spread<HISTORY_ROWS * X_CHUNKS>([&](u32 i) {
+        const int k = i / X_CHUNKS, offset = i % X_CHUNKS * 8;
+        copy_async_16(shared.x + k * VALUE_STRIDE + offset, slot_ring_x + (entry_of(k) * (HEADS * ROWS) + offset),
+                      k >= dead);
+    });
     if (warp == 0) {
-        const float A = -expf(log_A), dt_new = lane < length ? softplus(raw_dt + bias) : 0.f;
+        const float A = -expf(log_A);
+        const float dt_new = (int)lane < length ? softplus(activation_to_float(raw_dt) + bias) : 0.f;
         scan_decays(shared.decays, A * dt_past, A * dt_new);
         if (lane < HISTORY_ROWS) shared.dt_history[lane] = dt_past;
         if (lane < WINDOW_ROWS) shared.dt_window[lane] = dt_new;
@@ -164,17 +162,18 @@ mamba2_window(
     sync_threads();
 
     // Coefficients of x: decay, dt and B . C of every (window token, token) pair; D sits on the diagonal.
-    const int first_block = flush ? HISTORY_BLOCKS : 0, last_block = HISTORY_BLOCKS + (flush ? WINDOW_ROWS / 8 : 0);
-    for (int k8 = first_block + warp; k8 < last_block; k8 += WARPS) {
+    constexpr int LAST_BLOCK = TOKEN_ROWS / 8;
+    const int first_block = flush ? HISTORY_BLOCKS : 0;
+    for (int k8 = first_block + (int)warp; k8 < LAST_BLOCK; k8 += WARPS) {
         float sum[4] = {0.f, 0.f, 0.f, 0.f};
         const int query_row = QUERY_TILES == 1 ? lane % 8 : lane % 16;
         scores<(QUERY_TILES > 1)>(sum, shared.C + (query_row < MAX_WINDOW ? query_row : MAX_WINDOW - 1) * TOKEN_STRIDE,
                                   shared.B + (k8 * 8 + lane % 8) * TOKEN_STRIDE);
 #pragma unroll
         for (int i = 0; i < 2 * QUERY_TILES; i++) {
-            const int w = g + 8 * (i / 2), k = k8 * 8 + 2 * t + i % 2, j = k - window_row;
+            const int w = g + 8 * (i / 2), k = k8 * 8 + 2 * t + i % 2, j = k - HISTORY_ROWS;
             const bool past = j < 0, live = (w < length) & (j <= w);
-            const int token = past ? k : j < WINDOW_ROWS ? j : 0;
+            const int token = past ? k : j;
             const float dt_token = (past ? shared.dt_history : shared.dt_window)[token];
             const float exponent = past ? shared.decays.history[token] + shared.decays.prefix[w]
                                         : window_log_decay(shared.decays, token, w);
@@ -184,28 +183,37 @@ mamba2_window(
     }
 
     // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
-    const int first_new = row.seq_len % RING_LEN;
-    spread_from_end<MAX_WINDOW * X_CHUNKS>([&](int i) {
+    activation_t* to_x = ring_x + (offset_of(slot, ring_x_stride) + x_column);
+    spread_from_end<MAX_WINDOW * X_CHUNKS>([&](u32 i) {
         const int w = i / X_CHUNKS, offset = i % X_CHUNKS * 8;
         if (w < length)
-            *(uint4*)(ring_x + ((long long)slot * ring_x_stride + wrapped(first_new + w) * (HEADS * ROWS) +
-                                block.head * ROWS + block.first_row + offset)) =
-                *(const uint4*)(shared.x + (window_row + w) * VALUE_STRIDE + offset);
+            *(uint4*)(to_x + (wrapped(new_entry + w) * (HEADS * ROWS) + offset)) =
+                *(const uint4*)(shared.x + (HISTORY_ROWS + w) * VALUE_STRIDE + offset);
     });
-    if (block.first_of_group)
-        spread_from_end<MAX_WINDOW * B_CHUNKS>([&](int i) {
+    if (block.first_of_group) {
+        activation_t* to_B = ring_B + (offset_of(slot, ring_B_stride) + B_column);
+        spread_from_end<MAX_WINDOW * B_CHUNKS>([&](u32 i) {
             const int w = i / B_CHUNKS, offset = i % B_CHUNKS * 8;
             if (w < length)
-                *(uint4*)(ring_B + ((long long)slot * ring_B_stride + wrapped(first_new + w) * (GROUPS * COLUMNS) +
-                                    block.group * COLUMNS + offset)) =
-                    *(const uint4*)(shared.B + (window_row + w) * TOKEN_STRIDE + offset);
+                *(uint4*)(to_B + (wrapped(new_entry + w) * (GROUPS * COLUMNS) + offset)) =
+                    *(const uint4*)(shared.B + (HISTORY_ROWS + w) * TOKEN_STRIDE + offset);
         });
-    const int from_end = THREADS - 1 - tid;
-    if (block.first_of_head && from_end < length)
-        ring_dt[(long long)slot * ring_dt_stride + wrapped(first_new + from_end) * HEADS + block.head] =
+    }
+    if (block.first_of_head && (int)from_end < length)
+        ring_dt[offset_of(slot, ring_dt_stride) + (wrapped(new_entry + from_end) * HEADS + block.head)] =
             shared.dt_window[from_end];
-    if ((flush || row.seq_len == 0) && from_end < CTA_TILES)
-        position[(long long)slot * position_stride + tile_index + from_end] = row.seq_len;
+    if ((flush || seq_len == 0) && from_end < CTA_TILES)
+        position[offset_of(slot, position_stride) + (tile_index + (int)from_end)] = seq_len;
+    if (later.exists)
+        prefetch_ring(later, later_position, [&](int entry) {
+            prefetch(ring_x_in + (offset_of(later.slot, ring_x_stride) + (entry * (HEADS * ROWS) + x_column)),
+                     CTA_ROWS * sizeof(activation_t));
+            if (block.first_of_group)
+                prefetch(ring_B_in + (offset_of(later.slot, ring_B_stride) + (entry * (GROUPS * COLUMNS) + B_column)),
+                         COLUMNS * sizeof(activation_t));
+            if (block.first_of_head && block.head % 8 == 0)
+                prefetch_sector(ring_dt_in + (offset_of(later.slot, ring_dt_stride) + (entry * HEADS + block.head)));
+        });
     sync_threads();
 
     float sum[QUERY_TILES][4] = {};
@@ -219,13 +227,11 @@ mamba2_window(
                             activation_high(pairs[1])};
         combine<QUERY_TILES, COEFFICIENT_STRIDE>(sum, a, shared.coefficients + g * COEFFICIENT_STRIDE + k8 * 8);
     };
-    if (flush) {
-#pragma unroll
-        for (int k8 = 0; k8 < WINDOW_ROWS / 8; k8++) combine_block(HISTORY_BLOCKS + k8);
-    } else {
+    if (!flush)
 #pragma unroll
         for (int k8 = 0; k8 < HISTORY_BLOCKS; k8++) combine_block(k8);
-    }
+#pragma unroll
+    for (int k8 = HISTORY_BLOCKS; k8 < LAST_BLOCK; k8++) combine_block(k8);
     const activation_t* query[QUERY_TILES];
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++)
@@ -244,7 +250,7 @@ mamba2_window(
             values[k8][2] = odd * activation_high(pairs[0]), values[k8][3] = odd * activation_high(pairs[1]);
         }
         fold_and_dot_tile<QUERY_TILES>(products, shared.tile,
-                                       checkpoint + (long long)slot * checkpoint_stride + state_offset, c > 0,
+                                       checkpoint + (offset_of(slot, checkpoint_stride) + state_offset), c > 0,
                                        decay_of(shared.decays.total), values, shared.B, query);
     } else if (c > 0) {
         dot_tile<QUERY_TILES>(products, shared.tile, query);
@@ -263,10 +269,10 @@ mamba2_window(
                 shared.x[w * VALUE_STRIDE + warp * 16 + g + 8 * (i / 2)] = float_to_activation(value);
         }
     sync_warp();
-    for (int i = lane; i < 2 * length; i += 32) {
-        const int w = i / 2, offset = warp * 16 + i % 2 * 8;
+    for (u32 i = lane; i < 2 * (u32)length; i += 32) {
+        const u32 w = i / 2, offset = warp * 16 + i % 2 * 8;
         if (offset < CTA_ROWS)
-            *(uint4*)(output + (long long)(row.start + w) * (HEADS * ROWS) + offset) =
+            *(uint4*)(output + offset_of(start + w, HEADS * ROWS) + offset) =
                 *(const uint4*)(shared.x + w * VALUE_STRIDE + offset);
     }
 }

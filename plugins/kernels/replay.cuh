@@ -5,7 +5,7 @@
 //
 // Everything that enters an output is computed on tensor cores from operands split so that no mantissa bit that matters
 // is lost: state and coefficients as a high and a low tf32 half, activations exactly. Sums run in the same order
-// whether or not the step flushed and however long the window class is, which is what makes a repeated step bit-equal.
+// whether or not the step flushed, which is what makes a repeated step bit-equal.
 #pragma once
 #include "rows.cuh"
 #include "state_formats.cuh"
@@ -59,7 +59,7 @@ template <int TOTAL, class Body>
 DEVICE void spread(const Body& body) {
 #pragma unroll
     for (int n = 0; n < (TOTAL + THREADS - 1) / THREADS; n++) {
-        const int i = n * THREADS + (int)threadIdx.x;
+        const u32 i = n * THREADS + threadIdx.x;
         if (TOTAL % THREADS == 0 || i < TOTAL) body(i);
     }
 }
@@ -68,7 +68,7 @@ template <int TOTAL, class Body>
 DEVICE void spread_from_end(const Body& body) {
 #pragma unroll
     for (int n = 0; n < (TOTAL + THREADS - 1) / THREADS; n++) {
-        const int i = n * THREADS + THREADS - 1 - (int)threadIdx.x;
+        const u32 i = n * THREADS + THREADS - 1 - threadIdx.x;
         if (TOTAL % THREADS == 0 || i < TOTAL) body(i);
     }
 }
@@ -241,13 +241,13 @@ DEVICE void dot_tile(Products<TILES>& products, const state_t* tile, const activ
     }
 }
 
-// Folds the history into the warp's 16 rows, stores them, and multiplies the stored values by all queries.
+// Folds the history into the warp's 16 rows, stores them, and passes what is stored on: consume(column, s0, s1) gets the
+// lane's LANE_COLUMNS values of rows g and g + 8 in the block of columns that starts at `column`.
 // values[k] are the coefficients of the rank-1 updates of history block k in the layout of mma_tf32's first operand,
 // where slot t is token 2 t and slot t + 4 is token 2 t + 1; `tokens` are the rows B or k of the history, zero beyond it.
-template <int TILES>
-DEVICE void fold_and_dot_tile(Products<TILES>& products, const state_t* tile, state_t* global, bool has_state, float decay,
-                              const float (&values)[HISTORY_BLOCKS][4], const activation_t* tokens,
-                              const activation_t* const (&query)[TILES]) {
+template <class Consume>
+DEVICE void fold_tile(const state_t* tile, state_t* global, bool has_state, float decay,
+                      const float (&values)[HISTORY_BLOCKS][4], const activation_t* tokens, const Consume& consume) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = (threadIdx.x / 32) * 16;
     const state_t* rows = tile + (first + g) * COLUMNS + t * LANE_COLUMNS;
     state_t* stored = global + (first + g) * COLUMNS + t * LANE_COLUMNS;
@@ -282,8 +282,19 @@ DEVICE void fold_and_dot_tile(Products<TILES>& products, const state_t* tile, st
         }
         store_lane_columns(stored + column, s0, first + g < CTA_ROWS);
         store_lane_columns(stored + 8 * COLUMNS + column, s1, first + 8 + g < CTA_ROWS);
-        dot_columns<TILES>(products, s0, s1, query, column + t * LANE_COLUMNS);
+        consume(column, s0, s1);
     }
+}
+
+// The same, multiplying the stored values by all queries.
+template <int TILES>
+DEVICE void fold_and_dot_tile(Products<TILES>& products, const state_t* tile, state_t* global, bool has_state,
+                              float decay, const float (&values)[HISTORY_BLOCKS][4], const activation_t* tokens,
+                              const activation_t* const (&query)[TILES]) {
+    fold_tile(tile, global, has_state, decay, values, tokens,
+              [&](int column, const float(&s0)[LANE_COLUMNS], const float(&s1)[LANE_COLUMNS]) {
+                  dot_columns<TILES>(products, s0, s1, query, column + (int)threadIdx.x % 4 * LANE_COLUMNS);
+              });
 }
 
 // sum[.] of one block: (16 query rows) . (8 token rows). Lane 4 g + t receives (g, 2t), (g, 2t+1), (g+8, 2t),

@@ -74,7 +74,8 @@ def test_override_must_be_whole_tiles_that_fit() -> None:
 
 def test_modes_select_kernels() -> None:
     geometry = TARGETS["super120b"]
-    assert geo.window_config(geometry, ReplaySettings(), 90).kernel == "mamba2_window"
+    assert geo.window_config(geometry, ReplaySettings(), 90).kernel == "mamba2_decode"
+    assert geo.window_config(geometry, ReplaySettings(max_window=2), 90).kernel == "mamba2_window"
     assert geo.window_config(geometry, ReplaySettings(buffer_len=0), 90).kernel == "mamba2_serial"
     serial = geo.window_config(geometry, ReplaySettings(serial_exact=True), 90)
     assert (serial.kernel, dict(serial.defines)["BASELINE"]) == ("mamba2_serial", 0)

@@ -39,6 +39,9 @@ def window_variants() -> list[tuple[str, geo.KernelConfig, int]]:
             variants.append((geometry, ReplaySettings(max_window=5, state_dtype="bfloat16"), arch, True))
     fp16 = {"activation_dtype": "float16"}
     variants.append((NANO, ReplaySettings(max_window=1, **fp16), 90, True))
+    for geometry in (NANO, SUPER):
+        variants.append((geometry, ReplaySettings(max_window=1, state_dtype="float16"), 90, False))
+    variants.append((NANO, ReplaySettings(max_window=1, buffer_len=32), 90, False))
     variants.append((QWEN, ReplaySettings(max_window=1, **fp16), 90, True))
     variants.append((SUPER, ReplaySettings(buffer_len=0), 90, False))
     variants.append((SUPER, ReplaySettings(serial_exact=True, max_window=5), 90, False))
@@ -112,7 +115,7 @@ def test_ptx_is_what_a_plugin_may_embed(geometry, kernel_cache: Path) -> None:
     assert config.shared_bytes <= 48 * 1024
 
 
-@pytest.mark.parametrize("kernel", ["mamba2_window", "mamba2_serial", "gdn_window", "gdn_serial"])
+@pytest.mark.parametrize("kernel", ["mamba2_window", "mamba2_decode", "mamba2_serial", "gdn_window", "gdn_serial"])
 def test_state_parts_appear_as_inputs_and_as_outputs(kernel: str) -> None:
     names = [parameter.split()[-1].lstrip("*") for parameter in kernel_parameters(kernel)]
     inputs = [name.removesuffix("_in") for name in names if name.endswith("_in")]

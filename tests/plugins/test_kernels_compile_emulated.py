@@ -28,6 +28,19 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulati
 
 CASES = {
     "mamba2-decode": (Mamba2Geometry(2, 64, 128, 2), {"max_window": 1}, 90, None),
+    "mamba2-decode-long": (
+        Mamba2Geometry(2, 80, 256, 1),
+        {"buffer_len": 32, "max_window": 1, "state_dtype": "float16", "activation_dtype": "float16"},
+        90,
+        40,
+    ),
+    "mamba2-decode-short": (
+        Mamba2Geometry(4, 40, 48, 2),
+        {"buffer_len": 4, "max_window": 1, "state_dtype": "bfloat16"},
+        80,
+        None,
+    ),
+    "mamba2-decode-single": (Mamba2Geometry(1, 96, 16, 1), {"buffer_len": 1, "max_window": 1}, 86, None),
     "mamba2-verify-tiles": (Mamba2Geometry(2, 64, 128, 1), {"max_window": 5}, 90, 32),
     "mamba2-80-fp16-state": (Mamba2Geometry(2, 80, 128, 1), {"max_window": 8, "state_dtype": "float16"}, 90, 40),
     "mamba2-40-sm80-fp16": (
@@ -98,7 +111,13 @@ def test_matches_the_recurrence(case: str) -> None:
     assert judge(steps, kernels, 24) < 2.5e-3
 
 
-@pytest.mark.parametrize("case", ["mamba2-verify-tiles", "mamba2-80-fp16-state", "gdn-verify", "gdn-long-fp16-state"])
+REPEATED = [
+    *(name for name in CASES if name.startswith("mamba2-decode")),
+    *("mamba2-verify-tiles", "mamba2-80-fp16-state", "gdn-verify", "gdn-long-fp16-state"),
+]
+
+
+@pytest.mark.parametrize("case", REPEATED)
 def test_repeated_step_is_bit_equal(case: str) -> None:
     """Rule 2, also for steps that flush: the same call again changes neither outputs nor state."""
     steps, kernels = make(case, seed=2)
@@ -114,8 +133,8 @@ def test_repeated_step_is_bit_equal(case: str) -> None:
 
 
 def test_result_does_not_depend_on_the_window_class() -> None:
-    """A decode row gives the same bits in the decode kernel and among verify rows."""
-    decode, _ = make("mamba2-decode", seed=3)
+    """A row of one token gives the same bits among short and long windows."""
+    decode, _ = make("mamba2-decode", seed=3, max_window=2)
     kernels = Emulated(90)
     verify, _ = make("mamba2-decode", seed=3, max_window=8)
     states = decode.pool(), verify.pool()

@@ -1,0 +1,395 @@
+// Mamba2, one new token per row (MAX_WINDOW 1): mamba2_window.cu with everything laid out for a single query. The state
+// product runs on the plain arithmetic units, eight lanes a row, so that shared memory is read without bank conflicts;
+// what a warp needs besides the tile it fetches itself, so that the block meets at one barrier. Longer (prefill) rows go
+// token by token. One thread block per (row of the batch, head, CTA_ROWS rows of the state).
+//
+// Stamped in: as for mamba2_window.cu.
+#define HEADS NHEADS
+#define GROUPS NGROUPS
+#define ROWS HEADDIM
+#define COLUMNS DSTATE
+#include "replay.cuh"
+#include "mamba2_serial.cuh"
+
+static_assert(MAX_WINDOW == 1, "one query");
+
+// B . C of the history: a warp takes every WARPS-th group of 32 columns, of which a lane takes 8 neighbours.
+constexpr int SCORE_GROUPS = (COLUMNS + 31) / 32;
+constexpr int SCORE_STEPS = (SCORE_GROUPS + WARPS - 1) / WARPS;
+constexpr int PARTIALS = SCORE_GROUPS < WARPS ? SCORE_GROUPS : WARPS;  // warps that have one
+constexpr int SCORE_TILES = (HISTORY_BLOCKS + 1) / 2;                  // of 16 tokens
+// 16-byte pieces of the history's x, per thread.
+constexpr int X_CHUNKS = CTA_ROWS / 8;
+constexpr int X_STEPS = (HISTORY_ROWS * X_CHUNKS + THREADS - 1) / THREADS;
+// The state product: lane l takes columns l % 8 * LANE_COLUMNS .. of every group of 8 * LANE_COLUMNS.
+constexpr int DOT_COLUMNS = 8 * LANE_COLUMNS;
+constexpr int DOT_STEPS = (COLUMNS + DOT_COLUMNS - 1) / DOT_COLUMNS;
+
+// With 16-bit states more blocks run at once, and where their warps do not divide evenly, registers are short: what is
+// not needed while folding then waits in shared memory.
+constexpr bool PARKS = STATE_FORMAT != FORMAT_FP32 && WARPS % 4 != 0;
+
+struct Shared {
+    alignas(128) state_t tile[PADDED_ROWS * COLUMNS];
+    alignas(16) activation_t x[HISTORY_ROWS * VALUE_STRIDE];
+    alignas(16) activation_t B[HISTORY_ROWS * TOKEN_STRIDE];  // of a history that is folded
+    alignas(16) activation_t C[COLUMNS];                      // then too
+    float partial[PARTIALS][HISTORY_ROWS + 1];                // of B . C; the last is the new token's
+    float new_dt;
+    float parked[PARKS ? THREADS : 1];
+    alignas(8) u64 barrier;
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
+
+// Whether step s of the lane's warp has columns at all.
+DEVICE bool score_column_exists(int s) {
+    return (SCORE_GROUPS % WARPS == 0 && COLUMNS % 32 == 0) ||
+           ((threadIdx.x / 32 + s * WARPS) * 32 + 8 * (threadIdx.x % 4)) < COLUMNS;
+}
+DEVICE uint4 load_16(const activation_t* from, bool valid) {
+    return valid ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
+}
+
+// Row k of the history is the token HISTORY_ROWS - k before the new one, so its ring entry does not depend on the
+// checkpoint position; rows before the checkpoint are no history.
+struct History {
+    uint4 B[SCORE_STEPS][HISTORY_BLOCKS], x[X_STEPS];
+    float dt;
+
+    // Fetches the last `count` tokens, zeros before them. `entry` is the new token's ring entry.
+    DEVICE_MEMBER void load(const activation_t* ring_B, const activation_t* ring_x, const float* ring_dt, int entry,
+                            int count) {
+        const u32 tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
+        const int first = HISTORY_ROWS - count;
+        const auto entry_of = [&](int k) {
+            const int e = entry - HISTORY_ROWS + k;
+            return e < 0 ? e + RING_LEN : e;
+        };
+        dt = (int)lane >= first && lane < HISTORY_ROWS ? ring_dt[entry_of(lane) * HEADS] : 0.f;
+#pragma unroll
+        for (int r = 0; r < HISTORY_BLOCKS; r++) {
+            const int k = 8 * r + (int)g;
+            const activation_t* row = ring_B + entry_of(k) * (GROUPS * COLUMNS) + (warp * 32 + 8 * t);
+#pragma unroll
+            for (int s = 0; s < SCORE_STEPS; s++)
+                B[s][r] = load_16(row + s * WARPS * 32, k >= first && score_column_exists(s));
+        }
+#pragma unroll
+        for (int s = 0; s < X_STEPS; s++) {
+            const u32 i = s * THREADS + tid;
+            const int k = i / X_CHUNKS;
+            x[s] = load_16(ring_x + (entry_of(k) * (HEADS * ROWS) + (int)(i % X_CHUNKS) * 8),
+                           k >= first && (HISTORY_ROWS * X_CHUNKS % THREADS == 0 || k < HISTORY_ROWS));
+        }
+    }
+};
+
+// sum += s . query over the lane's columns, in one order wherever it runs.
+DEVICE void add_products(float& sum, const float (&s)[LANE_COLUMNS], const float (&query)[LANE_COLUMNS]) {
+#pragma unroll
+    for (int i = 0; i < LANE_COLUMNS; i++) sum = multiply_add(s[i], query[i], sum);
+}
+DEVICE void widen(const u32 (&pairs)[LANE_COLUMNS / 2], float (&query)[LANE_COLUMNS]) {
+#pragma unroll
+    for (int i = 0; i < LANE_COLUMNS / 2; i++)
+        query[2 * i] = activation_low(pairs[i]), query[2 * i + 1] = activation_high(pairs[i]);
+}
+
+// Row that a lane finishes among its warp's 16; lanes 2 i and 2 i + 1 share one.
+DEVICE u32 own_row() { return (threadIdx.x / 2 % 4) * 4 + threadIdx.x % 32 / 8; }
+
+// The state's product with the query for the lane's own row. Partial sums of eight lanes are added in pairs that lie 4,
+// 2 and 1 apart, as `fold_and_dot` does.
+DEVICE float dot(const state_t* tile, const u32 (&query)[DOT_STEPS][LANE_COLUMNS / 2]) {
+    const u32 lane = threadIdx.x % 32, column = lane % 8 * LANE_COLUMNS;
+    const state_t* rows = tile + ((threadIdx.x / 32) * 16 + lane / 8) * COLUMNS + column;
+    float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int s = 0; s < DOT_STEPS; s++)
+        if (COLUMNS % DOT_COLUMNS == 0 || s * DOT_COLUMNS + column < COLUMNS) {
+            float c[LANE_COLUMNS];
+            widen(query[s], c);
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                float values[LANE_COLUMNS];
+                load_lane_columns(rows + r * 4 * COLUMNS + s * DOT_COLUMNS, values);
+                add_products(sum[r], values, c);
+            }
+        }
+    const bool upper = lane & 4, second = lane & 2;
+    float first = upper ? sum[2] : sum[0], other = upper ? sum[3] : sum[1];
+    first += shuffle_xor(upper ? sum[0] : sum[2], 4);
+    other += shuffle_xor(upper ? sum[1] : sum[3], 4);
+    float mine = second ? other : first;
+    mine += shuffle_xor(second ? first : other, 2);
+    return mine + shuffle_xor(mine, 1);
+}
+
+// Folds the history, stores the state and returns the stored state's product with the query for the lane's own row.
+DEVICE float fold_and_dot(const state_t* tile, state_t* global, bool has_state, float decay,
+                          const float (&values)[HISTORY_BLOCKS][4], const activation_t* tokens,
+                          const activation_t* query) {
+    const int lane = threadIdx.x % 32, t = lane % 4;
+    // Rows g and g + 8; blocks of columns alternate between two sums, which two lanes hold in `dot`.
+    float sum[2] = {}, next[2] = {};
+    fold_tile(tile, global, has_state, decay, values, tokens,
+              [&](int column, const float(&s0)[LANE_COLUMNS], const float(&s1)[LANE_COLUMNS]) {
+                  u32 pairs[LANE_COLUMNS / 2];
+                  float c[LANE_COLUMNS];
+                  load_query_columns(query + column + t * LANE_COLUMNS, pairs);
+                  widen(pairs, c);
+                  const float before[2] = {next[0], next[1]};
+                  add_products(sum[0], s0, c);
+                  add_products(sum[1], s1, c);
+                  next[0] = sum[0], next[1] = sum[1], sum[0] = before[0], sum[1] = before[1];
+              });
+    float total[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        total[r] = sum[r] + next[r];
+        total[r] += shuffle_xor(total[r], 2);
+        total[r] += shuffle_xor(total[r], 1);
+    }
+    const u32 own = own_row();
+    const float low = shuffle_from(total[0], own % 8 * 4), high = shuffle_from(total[1], own % 8 * 4);
+    return own < 8 ? low : high;
+}
+
+KERNEL(THREADS, MIN_CTAS)
+mamba2_decode(
+    // [T, H, P], [T, H], [T, G, N], [T, G, N]: the last dimension is dense, tokens are *_stride elements apart
+    const activation_t* x, const activation_t* dt, const activation_t* B, const activation_t* C,
+    // [H]
+    const float* A_log, const float* D, const float* dt_bias,
+    // state parts, slots are *_stride elements apart
+    const state_t* checkpoint_in, const int* position_in, const activation_t* ring_x_in, const activation_t* ring_B_in,
+    const float* ring_dt_in, const int* error_flag_in,
+    // [rows]
+    const int* seq_lens, const int* window_starts, const int* window_lens, const int* state_batch_indices,
+    int num_tokens, int num_slots, int max_seq_len, int layer, int skip_prefill, int x_stride, int dt_stride,
+    int B_stride, int C_stride, int checkpoint_stride, int position_stride, int ring_x_stride, int ring_B_stride,
+    int ring_dt_stride,
+    // [T, H, P] dense, then the state parts again: in place, written through these
+    activation_t* y, state_t* checkpoint, int* position, activation_t* ring_x, activation_t* ring_B, float* ring_dt,
+    int* error_flag) {
+    DYNAMIC_SHARED(memory);
+    Shared& shared = *(Shared*)memory;
+    const u32 tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
+    const u32 from_end = THREADS - 1 - tid;
+    const Block block = this_block();
+    const int state_offset = (block.head * ROWS + block.first_row) * COLUMNS, tile_index = block.tile;
+    const int x_column = block.head * ROWS + block.first_row, B_column = block.group * COLUMNS;
+
+    // All that is known before the slot, then all that the slot tells, then the tile: nothing here waits for more than
+    // the row's slot. A fresh sequence ignores the tile.
+    const int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
+    const int start = window_starts[blockIdx.y], window_length = window_lens[blockIdx.y];
+    const float log_A = A_log[block.head], D_head = D[block.head], bias = dt_bias[block.head];
+    const LaterRow later = look_ahead(seq_lens, state_batch_indices, num_slots);
+    const bool has_slot = slot >= 0 && slot < num_slots;
+    const state_t* slot_state = checkpoint_in + (offset_of(slot, checkpoint_stride) + state_offset);
+    int tile_position = 0, later_position = 0;
+    if (has_slot) {
+        tile_position = position_in[offset_of(slot, position_stride) + tile_index];
+        tile_copy_start(shared.tile, slot_state, &shared.barrier);
+    }
+    if (later.exists) later_position = position_in[offset_of(later.slot, position_stride) + tile_index];
+
+    // The token's own inputs travel while the checkpoint position does. They are widened where they are used: here that
+    // would wait for them.
+    const bool decodes = window_length == 1 && start >= 0 && start < num_tokens;
+    const activation_t* new_x = x + (offset_of(start, x_stride) + x_column);
+    const activation_t* new_B = B + (offset_of(start, B_stride) + B_column);
+    const activation_t* new_C = C + (offset_of(start, C_stride) + B_column);
+    const u32 own = warp * 16 + own_row();
+    const bool owns = decodes && (CTA_ROWS % 16 == 0 || own < CTA_ROWS);
+    const u32 raw_dt = decodes && warp == WARPS - 1 ? dt[offset_of(start, dt_stride) + block.head] : 0;
+    u32 own_x = owns ? new_x[own] : 0;
+    uint4 score_B[SCORE_STEPS], score_C[SCORE_STEPS];
+#pragma unroll
+    for (int s = 0; s < SCORE_STEPS; s++) {
+        const bool valid = decodes && g == 0 && score_column_exists(s);
+        score_B[s] = load_16(new_B + (warp * 32 + 8 * t) + s * WARPS * 32, valid);
+        score_C[s] = load_16(new_C + (warp * 32 + 8 * t) + s * WARPS * 32, valid);
+    }
+    u32 query[DOT_STEPS][LANE_COLUMNS / 2] = {};
+    if (decodes) {
+        const u32 column = lane % 8 * LANE_COLUMNS;
+#pragma unroll
+        for (int s = 0; s < DOT_STEPS; s++)
+            if (COLUMNS % DOT_COLUMNS == 0 || s * DOT_COLUMNS + column < COLUMNS)
+                load_query_columns(new_C + column + s * DOT_COLUMNS, query[s]);
+    }
+    const activation_t* slot_ring_x = ring_x_in + (offset_of(slot, ring_x_stride) + x_column);
+    const activation_t* slot_ring_B = ring_B_in + (offset_of(slot, ring_B_stride) + B_column);
+    const float* slot_ring_dt = ring_dt_in + (offset_of(slot, ring_dt_stride) + block.head);
+    const int new_entry = (u32)seq_len % RING_LEN;
+
+    const Row row = make_row(slot, seq_len, start, window_length, tile_position, num_tokens, num_slots, max_seq_len,
+                             MAX_HISTORY);
+    activation_t* output = y + x_column;
+    if (!row.active || row.length > 1) {
+        copy_async_wait();
+        sync_threads();
+        if (has_slot) tile_copy_wait(&shared.barrier);
+        if (!row.active) {
+            if (row.error && tid == 0) atomic_or(error_flag, row.error);
+            write_zeros(row, output, HEADS * ROWS);
+            return;
+        }
+        if (skip_prefill) return;  // the row belongs to mamba2_prefill.cu
+        const SerialInputs inputs = {new_x,
+                                     dt + (offset_of(start, dt_stride) + block.head),
+                                     new_B,
+                                     new_C,
+                                     x_stride,
+                                     dt_stride,
+                                     B_stride,
+                                     C_stride,
+                                     slot_ring_x,
+                                     slot_ring_B,
+                                     slot_ring_dt,
+                                     -expf(log_A),
+                                     D_head,
+                                     bias};
+        const SerialStores stores = {checkpoint + (offset_of(slot, checkpoint_stride) + state_offset), row.length, nullptr,
+                                     0};
+        for (int first = warp * 4; first < CTA_ROWS; first += WARPS * 4)
+            serial_rows<4, false>(inputs, row, first, slot_state, stores, output + offset_of(start, HEADS * ROWS));
+        if (tid < CTA_TILES)
+            position[(long long)slot * position_stride + tile_index + tid] = row.seq_len + row.length;
+        return;
+    }
+
+    const int c = row.checkpoint_position, history = seq_len - c;
+    const bool flush = history > 0 && history + 1 > BUFFER_LEN;
+    History past;
+    past.load(slot_ring_B, slot_ring_x, slot_ring_dt, new_entry, history);
+    if (warp == WARPS - 1) {
+        const float new_dt = softplus(activation_to_float(raw_dt) + bias);
+        if (lane == 0) shared.new_dt = new_dt;
+    }
+    const float A = -expf(log_A);
+
+    // Lane k: log decay behind history token k.
+    float suffix = A * past.dt;
+#pragma unroll
+    for (int delta = 1; delta < 32; delta *= 2) {
+        const float after = shuffle_down(suffix, delta);
+        if (lane + delta < 32) suffix += after;
+    }
+    const float total = shuffle_from(suffix, 0), shifted = shuffle_down(suffix, 1), behind = lane < 31 ? shifted : 0.f;
+
+    // The warp's columns of B . C: token rows against C in column 0.
+    float score[SCORE_TILES][4] = {}, new_score[4] = {};
+#pragma unroll
+    for (int s = 0; s < SCORE_STEPS; s++) {
+        const uint4 b = score_C[s], n = score_B[s];
+        mma_16bit<ACTIVATION_FORMAT>(new_score, n.x, 0, n.y, 0, b.x, b.y);
+        mma_16bit<ACTIVATION_FORMAT>(new_score, n.z, 0, n.w, 0, b.z, b.w);
+        if (flush) continue;
+#pragma unroll
+        for (int r = 0; r < SCORE_TILES; r++) {
+            constexpr int LAST = HISTORY_BLOCKS - 1;
+            const uint4 low = past.B[s][2 * r];
+            const uint4 high = 2 * r < LAST ? past.B[s][2 * r < LAST ? 2 * r + 1 : LAST] : make_uint4(0, 0, 0, 0);
+            mma_16bit<ACTIVATION_FORMAT>(score[r], low.x, high.x, low.y, high.y, b.x, b.y);
+            mma_16bit<ACTIVATION_FORMAT>(score[r], low.z, high.z, low.w, high.w, b.z, b.w);
+        }
+    }
+    if (warp < PARTIALS && t == 0) {
+#pragma unroll
+        for (int r = 0; r < HISTORY_BLOCKS; r++) shared.partial[warp][8 * r + g] = score[r / 2][r % 2 * 2];
+        if (g == 0) shared.partial[warp][HISTORY_ROWS] = new_score[0];
+    }
+    if (flush)
+#pragma unroll
+        for (int s = 0; s < SCORE_STEPS; s++) {
+            const u32 column = (warp + s * WARPS) * 32 + 8 * t;
+            if (!score_column_exists(s)) continue;
+            if (g == 0) *(uint4*)(shared.C + column) = score_C[s];
+#pragma unroll
+            for (int r = 0; r < HISTORY_BLOCKS; r++)
+                *(uint4*)(shared.B + (8 * r + g) * TOKEN_STRIDE + column) = past.B[s][r];
+        }
+#pragma unroll
+    for (int s = 0; s < X_STEPS; s++) {
+        const u32 i = s * THREADS + tid;
+        if (HISTORY_ROWS * X_CHUNKS % THREADS == 0 || i < HISTORY_ROWS * X_CHUNKS)
+            *(uint4*)(shared.x + i / X_CHUNKS * VALUE_STRIDE + i % X_CHUNKS * 8) = past.x[s];
+    }
+    copy_async_wait();  // of the tile, where there is no copy engine
+    sync_threads();
+
+    hold_until_here(own_x);
+    // Append the token to the ring, whose entry is no row's history yet, so nobody reads it during this launch. Every
+    // thread has read the old position.
+    const uint4 append_x = load_16(new_x + from_end * 8, from_end < X_CHUNKS);
+    const float new_dt = shared.new_dt, new_decay = A * new_dt;
+    if (block.first_of_group && g == 0) {
+        activation_t* to = ring_B + (offset_of(slot, ring_B_stride) + (new_entry * (GROUPS * COLUMNS) + B_column));
+#pragma unroll
+        for (int s = 0; s < SCORE_STEPS; s++)
+            if (score_column_exists(s)) *(uint4*)(to + (warp * 32 + 8 * t) + s * WARPS * 32) = score_B[s];
+    }
+    if (block.first_of_head && from_end == 0)
+        ring_dt[offset_of(slot, ring_dt_stride) + (new_entry * HEADS + block.head)] = new_dt;
+    if ((flush || seq_len == 0) && from_end < CTA_TILES)
+        position[offset_of(slot, position_stride) + (tile_index + (int)from_end)] = seq_len;
+    if (later.exists)
+        prefetch_ring(later, later_position, [&](int entry) {
+            prefetch(ring_x_in + (offset_of(later.slot, ring_x_stride) + (entry * (HEADS * ROWS) + x_column)),
+                     CTA_ROWS * sizeof(activation_t));
+            if (block.first_of_group)
+                prefetch(ring_B_in + (offset_of(later.slot, ring_B_stride) + (entry * (GROUPS * COLUMNS) + B_column)),
+                         COLUMNS * sizeof(activation_t));
+            if (block.first_of_head && block.head % 8 == 0)
+                prefetch_sector(ring_dt_in + (offset_of(later.slot, ring_dt_stride) + (entry * HEADS + block.head)));
+        });
+
+    float new_sum = 0.f, history_sum = 0.f, product = 0.f;
+#pragma unroll
+    for (int p = 0; p < PARTIALS; p++) new_sum += shared.partial[p][HISTORY_ROWS];
+    if (!flush) {
+        float sum = 0.f;
+        if (lane < HISTORY_ROWS)
+#pragma unroll
+            for (int p = 0; p < PARTIALS; p++) sum += shared.partial[p][lane];
+        const float coefficient = past.dt * decay_of(behind + new_decay) * sum;
+        const activation_t* column = shared.x + lane % 2 * VALUE_STRIDE + own;  // a row's lanes take every other token
+#pragma unroll
+        for (int i = 0; i < HISTORY_ROWS / 2; i++) {
+            const float factor = shuffle_from(coefficient, 2 * i + lane % 2);
+            history_sum = multiply_add(factor, activation_to_float(column[2 * i * VALUE_STRIDE]), history_sum);
+        }
+        history_sum += shuffle_xor(history_sum, 1);
+    }
+    const float new_coefficient = multiply_add(new_dt, new_sum, D_head);
+    float rest = multiply_add(new_coefficient, activation_to_float(own_x), history_sum);
+    const float decay = decay_of((flush ? 0.f : total) + new_decay);
+    if (from_end < X_CHUNKS)
+        *(uint4*)(ring_x + (offset_of(slot, ring_x_stride) + (new_entry * (HEADS * ROWS) + x_column)) + from_end * 8) =
+            append_x;
+    tile_copy_wait(&shared.barrier);
+    if (flush) {
+        if (PARKS) shared.parked[tid] = rest;
+        const float weight = past.dt * decay_of(behind);
+        float values[HISTORY_BLOCKS][4];
+#pragma unroll
+        for (int k8 = 0; k8 < HISTORY_BLOCKS; k8++) {
+            u32 pairs[2];
+            load_matrix_x2_transposed(
+                pairs, shared.x + (k8 * 8 + lane % 8) * VALUE_STRIDE + warp * 16 + (lane / 8 & 1) * 8);
+            const float even = shuffle_from(weight, k8 * 8 + 2 * t), odd = shuffle_from(weight, k8 * 8 + 2 * t + 1);
+            values[k8][0] = even * activation_low(pairs[0]), values[k8][1] = even * activation_low(pairs[1]);
+            values[k8][2] = odd * activation_high(pairs[0]), values[k8][3] = odd * activation_high(pairs[1]);
+        }
+        product = fold_and_dot(shared.tile, checkpoint + (offset_of(slot, checkpoint_stride) + state_offset), c > 0,
+                               decay_of(total), values, shared.B, shared.C);
+        if (PARKS) rest = shared.parked[tid];
+    } else if (c > 0) {
+        product = dot(shared.tile, query);
+    }
+    const float value = multiply_add(decay, product, rest);
+    if (lane % 2 == 0 && owns) output[offset_of(start, HEADS * ROWS) + own] = float_to_activation(value);
+}
