@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ class LazyWeights(Mapping):
 class Model:
     """name: as results call it. layers_run of layers_total tell how far a model was truncated.
 
-    resident: weights on the devices, which all sessions over the model share.
+    directory: of the checkpoint or engine. resident: weights on the devices, which all sessions over the model share.
     """
 
     name: str
@@ -61,7 +62,16 @@ class Model:
     layers_run: int
     layers_total: int
     vocab_size: int
+    directory: Path | None = None
     resident: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
+
+    def tokenizer(self) -> Any:
+        """The checkpoint's, or the engine's; None without one."""
+        if self.directory is None or not (self.directory / "tokenizer.json").is_file():
+            return None
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.directory, local_files_only=True)
 
     @property
     def geometries(self) -> list[Geometry]:
@@ -102,10 +112,12 @@ class Model:
         return Engine(Path(self.name), manifest, dict(self.networks), self.weights, self.resident)
 
 
-def load_model(source: str, device: torch.device, *, random_weights: bool = False, layers: int | None = None) -> Model:
+def load_model(
+    source: str, device: torch.device, *, random_weights: bool = False, layers: int | None = None, mtp: bool = False
+) -> Model:
     """`source`: engine directory, checkpoint directory, or a published name, which implies random weights.
 
-    layers: leading layers to keep.
+    layers: leading layers to keep. mtp: also load the draft head.
     """
     path = Path(source)
     if is_engine_directory(path):
@@ -114,7 +126,8 @@ def load_model(source: str, device: torch.device, *, random_weights: bool = Fals
         engine = Engine.load(path)
         count = len(engine.networks["main"].states)
         name = engine.manifest.model["name"]
-        return Model(name, {"main": engine.networks["main"]}, engine.weights, False, count, count, engine.vocab_size)
+        networks = {key: value for key, value in engine.networks.items() if key == "main" or mtp}
+        return Model(name, networks, engine.weights, False, count, count, engine.vocab_size, path)
     is_published = not path.is_dir()
     if is_published and source not in PUBLISHED and source not in PUBLISHED.values():
         names = ", ".join([*PUBLISHED, *PUBLISHED.values()])
@@ -122,18 +135,21 @@ def load_model(source: str, device: torch.device, *, random_weights: bool = Fals
     checkpoint = None if is_published or random_weights else Checkpoint.open(path)
     config = published(source) if is_published else checkpoint.config if checkpoint else read_config(path)
     total = len(config.layers)
-    config = replace(config, layers=config.layers[:layers], mtp=None)
-    networks = build_networks(config, checkpoint.module_format if checkpoint else None, mtp=False)
+    config = replace(config, layers=config.layers[:layers])
+    networks = build_networks(config, checkpoint.module_format if checkpoint else None, mtp=mtp)
+    if mtp and networks.mtp is None:
+        raise ValueError(f"{source} has no draft head (MTP): choose --drafts ngram")
     weights = _checkpoint_weights(networks, checkpoint) if checkpoint else _random_weights(config, networks, device)
     short = {value: key for key, value in PUBLISHED.items()}.get(source, path.name if path.is_dir() else source)
     return Model(
         short,
-        {"main": networks.main},
+        {"main": networks.main, **({"mtp": networks.mtp} if mtp else {})},
         weights,
         checkpoint is None,
         len(config.layers),
         total,
         config.vocab_size,
+        path if path.is_dir() else None,
     )
 
 

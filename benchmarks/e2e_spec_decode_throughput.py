@@ -3,9 +3,10 @@
     python benchmarks/e2e_spec_decode_throughput.py --model Qwen/Qwen3.5-4B --batch-size 256
 
 A verify step has one token and --draft-len drafts a row. With random weights nothing that is drafted would stand, so
-acceptance is forced: each draft stands with --acceptance if all before it did, the same draws for every variant. The
-drafts themselves come for free here, as prompt lookup gives them; a draft model would add the same time to both ways of
-speculating. Variants hold different state (snapshots are many times a sequence's state), so they run one after the
+acceptance is forced: each draft stands with --acceptance if all before it did, the same draws for every variant. Such
+drafts come for free, as prompt lookup gives them; a draft model would add the same time to both ways of speculating.
+With --dataset, a checkpoint's own weights and a drafter, acceptance is natural and the whole serving path is timed
+(e2e_natural.py). Variants hold different state (snapshots are many times a sequence's state), so they run one after the
 other in turns, each freeing its memory first.
 
 "snapshots" is the plain kernel that stores the state after every token of a window; the next step would read the one
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch
 from e2e_decode_speedup import logits_bound, split_fields, timing_fields
 from e2e_model import Model, load_model
+from e2e_natural import measure_natural
 from e2e_results import E2eResults, add_common_options, device_of, measured_ceiling, model_fields, roofline
 from e2e_run import Run, Split, free_memory, percentile, split_time
 
@@ -39,6 +41,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-len", type=int, default=4, help="drafts of a verify step; default 4")
     parser.add_argument("--acceptance", type=float, default=0.75, help="probability that a draft stands; default 0.75")
     parser.add_argument("--prompt-len", type=int, default=64, help="tokens of every prompt")
+    parser.add_argument("--dataset", type=Path, help="requests as JSON lines, for natural acceptance")
+    parser.add_argument("--drafts", "--spec-method", choices=["ngram", "mtp"], default="ngram", help="with --dataset")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     options = parser.parse_args(arguments)
     if not 0 <= options.acceptance <= 1:
@@ -191,10 +195,20 @@ def agreement(measured: dict[str, Measured]) -> float | None:
 
 def main(arguments: list[str] | None = None) -> Path:
     options = parse(arguments)
-    model = load_model(options.model, device_of(options), random_weights=options.random_weights, layers=options.layers)
+    natural = options.dataset is not None
+    model = load_model(
+        options.model,
+        device_of(options),
+        random_weights=options.random_weights,
+        layers=options.layers,
+        mtp=natural and options.drafts == "mtp",
+    )
     results = E2eResults(BENCHMARK, options)
     for batch in options.batch_size:
-        measure(model, batch, options, results)
+        if natural:
+            measure_natural(model, batch, settings_of, options, results)
+        else:
+            measure(model, batch, options, results)
     return results.path
 
 

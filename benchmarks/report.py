@@ -165,7 +165,7 @@ def split_table(lines: list[Line]) -> str:
 
 
 def speculation_table(lines: list[Line]) -> str:
-    found = select(lines, benchmark="e2e_spec_decode_throughput")
+    found = [line for line in select(lines, benchmark="e2e_spec_decode_throughput") if line["fill"] != "natural"]
     rows = []
     for line in sorted(found, key=lambda line: (line["geometry"], line["batch"])):
         over = line.get("speedup_over_snapshots")
