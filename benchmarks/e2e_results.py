@@ -69,7 +69,7 @@ class E2eResults:
         }
         print(
             f"{fields['geometry']:9s} B={fields['batch']:4d} W={fields['window']} {fields['variant']:22s} "
-            f"{fields.get('median_us', 0):9.1f} us {fields['tokens_per_s']:9.0f} tokens/s speedup {fields['speedup']:.3f}"
+            f"{fields.get('median_us', 0):9.1f} us {fields['tokens_per_s']:9.0f} tokens/s, {fields['speedup']:.3f}x"
             f"{' random weights' if fields['random_weights'] else ''} {split or ''} correct={fields['correct']}",
             flush=True,
         )
