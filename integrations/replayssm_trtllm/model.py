@@ -153,6 +153,7 @@ class ReplayModel:
         """Lay replay over the pools of `manager`; all slots start with a current pool."""
         check_manager(manager, self.settings)
         self._release()
+        self._captured = False  # graphs on an earlier pool are of no use to anybody
         if not pools:
             raise RefusedError("the state manager has no pool for any layer of this rank")
         first, pool = next(iter(pools.items()))
