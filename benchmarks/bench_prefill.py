@@ -22,8 +22,8 @@ from window_layers import GEOMETRIES
 from replayssm.plugins import launch
 from replayssm.plugins.arguments import gdn_arguments, mamba2_arguments
 from replayssm.plugins.contract import Geometry, Mamba2Geometry, ReplaySettings
-from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError, row_candidates, window_config
-from replayssm.plugins.prefill_geometry import VARIANTS, prefill_config
+from replayssm.plugins.geometry import KernelConfig, row_candidates, window_config
+from replayssm.plugins.prefill_geometry import prefill_config
 from replayssm.plugins.reference import recurrence
 from replayssm.plugins.state import allocate_state, torch_dtype
 
@@ -97,17 +97,9 @@ def copy_ceiling() -> float:
 
 
 def our_configs(geometry: Geometry, settings: ReplaySettings, arch: int) -> dict[str, KernelConfig]:
-    """Every launch geometry, by name."""
-    configs = {}
-    for rows in row_candidates(geometry.state_shape[1], geometry.row_tiles):
-        for variant in VARIANTS:
-            try:
-                configs[f"rows {rows} chunk {tuple(variant)}"] = prefill_config(
-                    geometry, settings, arch, cta_rows=rows, variant=variant
-                )
-            except UnsupportedGeometryError:
-                continue
-    return configs
+    """Every number of state rows that a block may own, by name."""
+    candidates = row_candidates(geometry.state_shape[1], geometry.row_tiles)
+    return {f"rows {rows}": prefill_config(geometry, settings, arch, cta_rows=rows) for rows in candidates}
 
 
 def measure(results: Results, name: str, batch: int, tokens: int, settings: ReplaySettings, tune: bool) -> None:
@@ -117,7 +109,8 @@ def measure(results: Results, name: str, batch: int, tokens: int, settings: Repl
     configs = {"ours": prefill_config(prompt.geometry, settings, arch, prompts=batch)}
     if tune:
         configs |= our_configs(prompt.geometry, settings, arch)
-    configs["token by token"] = window_config(prompt.geometry, settings, arch)
+    if batch == 1:
+        configs["token by token"] = window_config(prompt.geometry, settings, arch)
     variants = {key: (prompt.launches(config), prompt.outputs[0], OUR_ERROR) for key, config in configs.items()}
     for key, calls in (peers.mamba2_prefill_peers if prompt.is_mamba2 else peers.gdn_prefill_peers)(prompt).items():
         variants[key] = (calls, None, PEER_ERROR)
@@ -128,7 +121,7 @@ def measure(results: Results, name: str, batch: int, tokens: int, settings: Repl
             returned = calls[0]()
             error = prompt.error(returned if out is None else out)
             slow = key == "token by token"
-            timing = time_graph(calls[:1] if slow else calls, min_ms=1 if slow else 20, min_replays=3 if slow else 7)
+            timing = time_graph(calls[:1] if slow else calls, min_ms=1 if slow else 10, min_replays=3 if slow else 7)
         except Exception as problem:  # a peer that does not run here must not hide the others
             print(f"{name} {key}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
             if out is not None:

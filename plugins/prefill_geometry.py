@@ -15,14 +15,18 @@ MAX_COLUMNS = 128
 
 class Variant(NamedTuple):
     """chunk: tokens that are computed at once. stages: chunks of them in shared memory, 3 if copies may take as long as
-    a chunk. preparing_warps: beside those that hold the state."""
+    a chunk."""
 
     chunk: int
     stages: int
-    preparing_warps: int
+
+    @property
+    def preparing_warps(self) -> int:
+        """Beside those that hold the state."""
+        return self.chunk // 16
 
 
-VARIANTS = (Variant(64, 3, 4), Variant(64, 2, 4), Variant(32, 3, 2), Variant(32, 2, 2))
+VARIANTS = (Variant(64, 3), Variant(64, 2), Variant(32, 3), Variant(32, 2))
 """The first that fits is taken. TensorRT plugins, with 48 KiB, get chunks of 32 tokens."""
 
 
@@ -70,7 +74,6 @@ def prefill_config(
         "AHEAD_ROWS": 0,
         "CHUNK": chosen.chunk,
         "STAGES": chosen.stages,
-        "PREPARING_WARPS": chosen.preparing_warps,
         "SWIZZLE": int(swizzle),
         "MIN_CTAS": 1,
         "SHARED_BYTES": shared_bytes,
@@ -137,7 +140,7 @@ def _cost(cta_rows: int, blocks: int, limits: geo.Architecture) -> float:
 def _shared_bytes(geometry: Mamba2Geometry | GdnGeometry, cta_rows: int, variant: Variant, swizzle: bool) -> int:
     """sizeof(Shared) of the kernel, which checks it at compile time."""
     columns, is_gdn = geometry.state_shape[2], geometry.kind == "gdn"
-    chunk, stages, _ = variant
+    chunk, stages = variant
     stride = columns if swizzle else columns + 8
     tokens = 2 * stages * round_up(chunk * stride * 2, 128)
     fragments = (chunk // 16) * (chunk // 16 + 1)

@@ -1,6 +1,6 @@
 // Building blocks shared by the prefill kernels. A row's history (in the ring) and window are walked in chunks of CHUNK
 // tokens. One thread block owns CTA_ROWS rows of one head's state (see replay.cuh) for one row of the batch. Its first
-// warps hold 16 state rows each, in registers from the first chunk to the last; its last PREPARING_WARPS warps work one
+// warps hold 16 state rows each, in registers from the first chunk to the last; its last warps, one per 16 tokens, work one
 // chunk ahead and prepare what all rows of the head share: normalised tokens, decays and the products of tokens.
 //
 // Outputs are computed transposed, [state rows x tokens], so that everything a state warp computes (the state itself,
@@ -9,13 +9,13 @@
 // where activations are fp16; activations enter exactly. All sums are fp32.
 //
 // The operator's source defines HEADS, GROUPS, ROWS and COLUMNS; the build stamps in what replay.cuh needs and CHUNK,
-// STAGES (chunks of tokens in shared memory, 2 or 3), PREPARING_WARPS and SWIZZLE.
+// STAGES (chunks of tokens in shared memory, 2 or 3) and SWIZZLE.
 #pragma once
 #include "replay.cuh"
 
-constexpr int PREPARING_THREADS = PREPARING_WARPS * 32;
-constexpr int BLOCK_THREADS = THREADS + PREPARING_THREADS;
 constexpr int TOKEN_BLOCKS = CHUNK / 16;
+constexpr int PREPARING_WARPS = TOKEN_BLOCKS, PREPARING_THREADS = PREPARING_WARPS * 32;
+constexpr int BLOCK_THREADS = THREADS + PREPARING_THREADS;
 constexpr int TOKEN_TILES = CHUNK / 8;
 constexpr int COLUMN_TILES = COLUMNS / 8;
 constexpr int PAIR_BLOCKS = TOKEN_BLOCKS * (TOKEN_BLOCKS + 1) / 2;  // 16 queries x 16 tokens, lower triangle
@@ -371,7 +371,7 @@ DEVICE void store_outputs(const float (&d)[TOKEN_TILES][4], activation_t* output
 // Copies the tokens of a chunk to shared memory, zeros behind the last; each preparing warp its share of them. `from`
 // is the first token, tokens are `stride` elements apart.
 DEVICE void tokens_copy_start(activation_t* shared, const activation_t* from, long long stride, int valid) {
-    constexpr int COPIES = COLUMNS / 8, WARP_TOKENS = CHUNK / PREPARING_WARPS;
+    constexpr int COPIES = COLUMNS / 8, WARP_TOKENS = 16;
     const int lane = threadIdx.x % 32, first = ((int)threadIdx.x / 32 - WARPS) * WARP_TOKENS;
     if constexpr (32 % COPIES == 0) {
         constexpr int ROWS_AT_ONCE = 32 / COPIES;
@@ -392,7 +392,7 @@ DEVICE void tokens_copy_start(activation_t* shared, const activation_t* from, lo
 }
 // The same from the ring's entries of the history; `ring` points at entry 0.
 DEVICE void history_copy_start(activation_t* shared, const activation_t* ring, int first_entry, int history) {
-    constexpr int COPIES = COLUMNS / 8, WARP_TOKENS = CHUNK / PREPARING_WARPS;
+    constexpr int COPIES = COLUMNS / 8, WARP_TOKENS = 16;
     const int lane = threadIdx.x % 32, first = ((int)threadIdx.x / 32 - WARPS) * WARP_TOKENS;
     for (int i = lane; i < WARP_TOKENS * COPIES; i += 32) {
         const int row = first + i / COPIES, column = i % COPIES * 8;
@@ -446,16 +446,10 @@ DEVICE void scan_chunk(Gates& gates, Sum* prefix, const float (&log_decay)[LANE_
     if (lane == 0) gates.total = decay_of(total.high + total.low);
 }
 
-// Block `index` of the lower triangle, the diagonal first.
+// 16 queries and 16 tokens of a chunk. Preparing warp w computes all pairs of query block w.
 struct PairBlock {
-    int queries, tokens;  // blocks of 16
+    int queries, tokens;
 };
-DEVICE PairBlock pair_block(int index) {
-    if (index < TOKEN_BLOCKS) return {index, index};
-    int queries = 1, rest = index - TOKEN_BLOCKS;
-    while (rest >= queries) rest -= queries++;
-    return {queries, rest};
-}
 
 // decay[half][i] of the lane's accumulators of a block: query g + 8 half, token 8 (i / 2) + 2 t + i % 2.
 DEVICE void pair_decays(float (&decay)[2][4], const Sum* prefix, const PairBlock& block) {

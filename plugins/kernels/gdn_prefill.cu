@@ -6,7 +6,7 @@
 // L_ij = beta_i e^{G_i - G_j} (k_i . k_j), the u of all tokens solve (I + L) u = r, r_i = beta_i (v_i - e^{G_i} S k_i).
 // The system is solved by forward substitution over blocks of 16 tokens, whose own triangles the preparing warps invert.
 //
-// Stamped in: as for gdn_window.cu, and CHUNK, STAGES, PREPARING_WARPS.
+// Stamped in: as for gdn_window.cu, and CHUNK, STAGES and SWIZZLE.
 #define CHUNK_BETA 1
 #include "gdn_window.cuh"
 #include "chunk.cuh"
@@ -55,11 +55,13 @@ DEVICE void normalize_tokens(activation_t* tokens) {
 #pragma unroll
     for (int first = 0; first < WARP_TOKENS; first += 8) {
         const int row = ((int)threadIdx.x / 32 - WARPS) * WARP_TOKENS + first + g;
+        // Padded rows of odd lanes start 4 banks on: three copies later they meet the 16 that even ones leave.
+        const auto copy_of = [&](int i) { return COPIES % 4 ? 4 * i + t : (4 * i + t + g % 2 * 3) % COPIES; };
         uint4 packed[LANE_COPIES];
         float sum = 0.f;
 #pragma unroll
         for (int i = 0; i < LANE_COPIES; i++) {
-            const int copy = 4 * i + t;
+            const int copy = copy_of(i);
             packed[i] = make_uint4(0, 0, 0, 0);
             if (COPIES % 4 == 0 || copy < COPIES) packed[i] = *(const uint4*)token_at(tokens, row, copy * 8);
         }
@@ -76,7 +78,7 @@ DEVICE void normalize_tokens(activation_t* tokens) {
         const float scale = rsqrtf(sum + L2_NORM_EPS);
 #pragma unroll
         for (int i = 0; i < LANE_COPIES; i++) {
-            const int copy = 4 * i + t;
+            const int copy = copy_of(i);
             u32 words[4] = {packed[i].x, packed[i].y, packed[i].z, packed[i].w};
 #pragma unroll
             for (int e = 0; e < 4; e++)
@@ -163,51 +165,58 @@ DEVICE void invert_triangle(uint4* fragments) {
     fragments[32 + lane] = make_fragment(values[0][2], values[0][3], values[1][2], values[1][3]);
 }
 
-DEVICE void compute_scores(Shared& shared, const Chunk& chunk, int stage, int index) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const PairBlock block = pair_block(index);
+// All pairs of 16 queries, the warp's own, from the diagonal on.
+DEVICE void compute_scores(Shared& shared, const Chunk& chunk, int stage) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, queries = (int)threadIdx.x / 32 - WARPS;
     const Gates& gates = shared.gates[(chunk.index + 1) % GATE_STAGES];
-    float decay[2][4], with_q[2][4] = {}, with_k[2][4] = {};
-    pair_decays(decay, shared.prefix[chunk.index & 1], block);
-    const float beta[2] = {gates.beta[block.queries * 16 + g], gates.beta[block.queries * 16 + g + 8]};
-#pragma unroll
-    for (int column = 0; column < COLUMNS; column += 16) {
-        u32 q[4], k[4], b[4];
-        load_matrix_x4(q, first_operand(shared.q[stage], block.queries, column));
-        load_matrix_x4(k, first_operand(shared.k[stage], block.queries, column));
-        load_matrix_x4(b, second_operand(shared.k[stage], block.tokens, column));
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-            mma_16bit<ACTIVATION_FORMAT>(with_q[m], q[0], q[1], q[2], q[3], b[2 * m], b[2 * m + 1]);
-            mma_16bit<ACTIVATION_FORMAT>(with_k[m], k[0], k[1], k[2], k[3], b[2 * m], b[2 * m + 1]);
-        }
-    }
-    const bool diagonal = block.queries == block.tokens;
     uint4* solve = shared.solve[chunk.index & 1];
-    float* triangle = (float*)(solve + (block.queries * (block.queries + 1) / 2 + block.tokens) * 64);
+    const float beta[2] = {gates.beta[queries * 16 + g], gates.beta[queries * 16 + g + 8]};
+    u32 q[COLUMNS / 16][4], k[COLUMNS / 16][4];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int query = block.queries * 16 + g + 8 * half;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int token = block.tokens * 16 + i / 2 * 8 + 2 * t + i % 2, e = 2 * half + i % 2;
-            with_q[i / 2][e] = token > query ? 0.f : QUERY_SCALE * decay[half][i] * with_q[i / 2][e];
-            const float lower = token < query ? beta[half] * decay[half][i] * with_k[i / 2][e] : 0.f;
-            with_k[i / 2][e] = -lower;
-            if (diagonal) triangle[token % 16 * 16 + g + 8 * half] = lower;
-        }
+    for (int c = 0; c < COLUMNS / 16; c++) {
+        load_matrix_x4(q[c], first_operand(shared.q[stage], queries, c * 16));
+        load_matrix_x4(k[c], first_operand(shared.k[stage], queries, c * 16));
     }
-    store_fragments(shared.scores[chunk.index & 1], block, with_q);
-    if (diagonal)
-        invert_triangle((uint4*)triangle);
-    else
-        store_fragments(solve, block, with_k);
+#pragma unroll 1
+    for (int tokens = queries; tokens >= 0; tokens--) {
+        const PairBlock block = {queries, tokens};
+        float decay[2][4], with_q[2][4] = {}, with_k[2][4] = {};
+        pair_decays(decay, shared.prefix[chunk.index & 1], block);
+#pragma unroll
+        for (int c = 0; c < COLUMNS / 16; c++) {
+            u32 b[4];
+            load_matrix_x4(b, second_operand(shared.k[stage], tokens, c * 16));
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                mma_16bit<ACTIVATION_FORMAT>(with_q[m], q[c][0], q[c][1], q[c][2], q[c][3], b[2 * m], b[2 * m + 1]);
+                mma_16bit<ACTIVATION_FORMAT>(with_k[m], k[c][0], k[c][1], k[c][2], k[c][3], b[2 * m], b[2 * m + 1]);
+            }
+        }
+        const bool diagonal = queries == tokens;
+        float* triangle = (float*)(solve + (queries * (queries + 1) / 2 + tokens) * 64);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int query = queries * 16 + g + 8 * half, token = tokens * 16 + i / 2 * 8 + 2 * t + i % 2;
+                const int e = 2 * half + i % 2;
+                with_q[i / 2][e] = token > query ? 0.f : QUERY_SCALE * decay[half][i] * with_q[i / 2][e];
+                const float lower = token < query ? beta[half] * decay[half][i] * with_k[i / 2][e] : 0.f;
+                with_k[i / 2][e] = -lower;
+                if (diagonal) triangle[token % 16 * 16 + g + 8 * half] = lower;
+            }
+        store_fragments(shared.scores[chunk.index & 1], block, with_q);
+        if (diagonal)
+            invert_triangle((uint4*)triangle);
+        else
+            store_fragments(solve, block, with_k);
+    }
 }
 
 // The preparing warps' part: pairs of tokens of chunk i + 1 and decays of chunk i + 2 while the state warps are at i.
 DEVICE void prepare(Shared& shared, const Inputs& in, int first) {
     const int warp = threadIdx.x / 32 - WARPS, last = in.chunks - 1;
-    const bool scans = warp == PREPARING_WARPS - 1;  // the warp with the fewest pairs
+    const bool scans = warp == 0;  // the warp with the fewest pairs
     RawGates raw;
     if (scans) {
         load_gates(raw, in, in.chunk(first));
@@ -236,9 +245,7 @@ DEVICE void prepare(Shared& shared, const Inputs& in, int first) {
                 normalize_tokens(shared.q[stage]);
             }
             sync_group(BARRIER_PREPARING, PREPARING_THREADS);
-            if (!chunk.is_history())
-                for (int index = warp; index < PAIR_BLOCKS; index += PREPARING_WARPS)
-                    compute_scores(shared, chunk, stage, index);
+            if (!chunk.is_history()) compute_scores(shared, chunk, stage);
             if (more) compute_gates(shared, in, in.chunk(i + 2), raw);
         }
         sync_group(BARRIER_CHUNK, BLOCK_THREADS);

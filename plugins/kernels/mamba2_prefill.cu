@@ -2,7 +2,7 @@
 // appends nothing to the ring. Rows of at most MAX_WINDOW tokens, padding and invalid rows belong to mamba2_window.cu;
 // blocks of such rows end at once. See chunk.cuh and plugins/reference/mamba2.py.
 //
-// Stamped in: as for mamba2_window.cu, and CHUNK, STAGES, PREPARING_WARPS.
+// Stamped in: as for mamba2_window.cu, and CHUNK, STAGES and SWIZZLE.
 #define HEADS NHEADS
 #define GROUPS NGROUPS
 #define ROWS HEADDIM
@@ -70,43 +70,47 @@ DEVICE void compute_gates(Shared& shared, const Inputs& in, const Chunk& chunk, 
     scan_chunk(shared.gates[(chunk.index + 1) % GATE_STAGES], shared.prefix[chunk.index & 1], log_decay, dt);
 }
 
-DEVICE void compute_scores(Shared& shared, const Inputs& in, const Chunk& chunk, int stage, int index) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const PairBlock block = pair_block(index);
-    float factors[2][4], sum[2][4] = {};
-    pair_decays(factors, shared.prefix[chunk.index & 1], block);
+// All pairs of 16 queries, the warp's own.
+DEVICE void compute_scores(Shared& shared, const Inputs& in, const Chunk& chunk, int stage) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, queries = (int)threadIdx.x / 32 - WARPS;
+    u32 a[COLUMNS / 16][4];
 #pragma unroll
-    for (int m = 0; m < 2; m++) {
-        const float2 dt = *(const float2*)(shared.dt[chunk.index & 1] + block.tokens * 16 + 8 * m + 2 * t);
+    for (int k = 0; k < COLUMNS / 16; k++) load_matrix_x4(a[k], first_operand(shared.C[stage], queries, k * 16));
+#pragma unroll 1
+    for (int tokens = queries; tokens >= 0; tokens--) {
+        const PairBlock block = {queries, tokens};
+        float factors[2][4], sum[2][4] = {};
+        pair_decays(factors, shared.prefix[chunk.index & 1], block);
 #pragma unroll
-        for (int half = 0; half < 2; half++) factors[half][2 * m] *= dt.x, factors[half][2 * m + 1] *= dt.y;
-    }
+        for (int m = 0; m < 2; m++) {
+            const float2 dt = *(const float2*)(shared.dt[chunk.index & 1] + tokens * 16 + 8 * m + 2 * t);
 #pragma unroll
-    for (int column = 0; column < COLUMNS; column += 16) {
-        u32 a[4], b[4];
-        load_matrix_x4(a, first_operand(shared.C[stage], block.queries, column));
-        load_matrix_x4(b, second_operand(shared.B[stage], block.tokens, column));
-        mma_16bit<ACTIVATION_FORMAT>(sum[0], a[0], a[1], a[2], a[3], b[0], b[1]);
-        mma_16bit<ACTIVATION_FORMAT>(sum[1], a[0], a[1], a[2], a[3], b[2], b[3]);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int query = block.queries * 16 + g + 8 * half;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int token = block.tokens * 16 + i / 2 * 8 + 2 * t + i % 2;
-            float& value = sum[i / 2][2 * half + i % 2];
-            value *= factors[half][i];
-            value = token > query ? 0.f : token == query ? value + in.D : value;
+            for (int half = 0; half < 2; half++) factors[half][2 * m] *= dt.x, factors[half][2 * m + 1] *= dt.y;
         }
+#pragma unroll
+        for (int k = 0; k < COLUMNS / 16; k++) {
+            u32 b[4];
+            load_matrix_x4(b, second_operand(shared.B[stage], tokens, k * 16));
+            mma_16bit<ACTIVATION_FORMAT>(sum[0], a[k][0], a[k][1], a[k][2], a[k][3], b[0], b[1]);
+            mma_16bit<ACTIVATION_FORMAT>(sum[1], a[k][0], a[k][1], a[k][2], a[k][3], b[2], b[3]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int query = queries * 16 + g + 8 * half, token = tokens * 16 + i / 2 * 8 + 2 * t + i % 2;
+                float& value = sum[i / 2][2 * half + i % 2];
+                value *= factors[half][i];
+                value = token > query ? 0.f : token == query ? value + in.D : value;
+            }
+        store_fragments(shared.scores[chunk.index & 1], block, sum);
     }
-    store_fragments(shared.scores[chunk.index & 1], block, sum);
 }
 
 // The preparing warps' part: pairs of tokens of chunk i + 1 and decays of chunk i + 2 while the state warps are at i.
 DEVICE void prepare(Shared& shared, const Inputs& in, int first) {
     const int warp = threadIdx.x / 32 - WARPS, last = in.chunks - 1;
-    const bool scans = warp == PREPARING_WARPS - 1;  // the warp with the fewest pairs
+    const bool scans = warp == 0;  // the warp with the fewest pairs
     u32 raw[LANE_TOKENS];
     if (scans) {
         load_dt(raw, in, in.chunk(first));
@@ -129,9 +133,7 @@ DEVICE void prepare(Shared& shared, const Inputs& in, int first) {
             else
                 copy_async_wait();
             sync_group(BARRIER_PREPARING, PREPARING_THREADS);
-            if (!chunk.is_history())
-                for (int index = warp; index < PAIR_BLOCKS; index += PREPARING_WARPS)
-                    compute_scores(shared, in, chunk, (chunk.index - first) % STAGES, index);
+            if (!chunk.is_history()) compute_scores(shared, in, chunk, (chunk.index - first) % STAGES);
             if (more) compute_gates(shared, in, in.chunk(i + 2), raw);
         }
         sync_group(BARRIER_CHUNK, BLOCK_THREADS);

@@ -28,12 +28,12 @@ emulation = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulatio
 MAMBA2, GDN = Mamba2Geometry(2, 40, 64, 1), GdnGeometry(1, 2, 64, 48)
 FP16 = {"state_dtype": "float16", "activation_dtype": "float16"}
 CASES = {
-    "mamba2": (MAMBA2, {}, Variant(64, 3, 4)),
-    "mamba2-32": (Mamba2Geometry(2, 48, 128, 2), {"state_dtype": "bfloat16", "buffer_len": 32}, Variant(32, 2, 2)),
-    "mamba2-fp16": (Mamba2Geometry(1, 16, 48, 1), FP16, Variant(32, 3, 2)),
-    "gdn": (GDN, {}, Variant(64, 2, 4)),
-    "gdn-32": (GdnGeometry(1, 1, 128, 64), {"u_format": "bfloat16", "buffer_len": 4}, Variant(32, 2, 2)),
-    "gdn-fp16": (GdnGeometry(1, 1, 48, 16), FP16, Variant(32, 3, 2)),
+    "mamba2": (MAMBA2, {}, Variant(64, 3)),
+    "mamba2-32": (Mamba2Geometry(2, 48, 128, 2), {"state_dtype": "bfloat16", "buffer_len": 32}, Variant(32, 2)),
+    "mamba2-fp16": (Mamba2Geometry(1, 16, 48, 1), FP16, Variant(32, 3)),
+    "gdn": (GDN, {}, Variant(64, 2)),
+    "gdn-32": (GdnGeometry(1, 1, 128, 64), {"u_format": "bfloat16", "buffer_len": 4}, Variant(32, 2)),
+    "gdn-fp16": (GdnGeometry(1, 1, 48, 16), FP16, Variant(32, 3)),
 }
 
 
