@@ -140,6 +140,8 @@ def load_model(
     if mtp and networks.mtp is None:
         raise ValueError(f"{source} has no draft head (MTP): choose --drafts ngram")
     weights = _checkpoint_weights(networks, checkpoint) if checkpoint else _random_weights(config, networks, device)
+    if any(node.op == "moe" for node in networks.main.nodes):
+        print("mixture of experts: this host gathers weights per token, so its steps say nothing about a fair one")
     short = {value: key for key, value in PUBLISHED.items()}.get(source, path.name if path.is_dir() else source)
     return Model(
         short,
