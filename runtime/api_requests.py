@@ -88,6 +88,7 @@ class RequestMaker:
         )
         timeout = self.options.timeout_s
         end_tokens = {*(() if body.ignore_eos else self._end_tokens), *(body.stop_token_ids or ())}
+        check_token_ids(sorted(end_tokens), self.session.engine.vocab_size)
         is_chat = isinstance(body, ChatBody)
         return [
             Request.create(

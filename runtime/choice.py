@@ -63,8 +63,8 @@ def _processed_choice(request: Request, row: Row, result: StepResult, span: slic
     logits = result.logits[span]
     try:
         changed = request.processor.process(logits, [] if request.plan else request.draft.tokens)
-    except ValueError as error:
-        return Choice(error=str(error))
+    except Exception as error:  # of a client's own making, perhaps: it must not end the step for the other rows
+        return Choice(error=str(error) or type(error).__name__)
     count = logits.shape[0]
     first = request.fed + len(row.tokens) - count + 1
     batch = SamplingBatch([request.params] * count, range(first, first + count), logits.device)

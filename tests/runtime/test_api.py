@@ -270,6 +270,7 @@ def test_stats_and_page(server, client):
         ({"prompt": "a", "colour": 1}, 400, "colour: Extra inputs are not permitted"),
         ({"prompt": "a", "logit_bias": {"1": 200}}, 400, "logit_bias: Input should be less than or equal to 100"),
         ({"prompt": "a", "logit_bias": {"1000": 2}}, 400, "token id 1000 is outside the vocabulary"),
+        ({"prompt": "a", "stop_token_ids": [1000], "min_tokens": 2}, 400, "token id 1000 is outside the vocabulary"),
         ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty: Input should be less than or equal to 2"),
         ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "has a json_schema"),
         ({"prompt": "a", "echo": True}, 400, "echo and suffix are not supported"),

@@ -151,12 +151,13 @@ def test_logprobs_are_the_models_own(tiny_engine):
     assert value.top[0][0] == int(expected.argmax())
 
 
-def test_a_grammar_that_breaks_ends_its_request(tiny_engine):
+@pytest.mark.parametrize("kind", [ValueError, IndexError])
+def test_a_grammar_that_breaks_ends_its_request_only(tiny_engine, kind):
     class Broken:
         finished = False
 
         def allowed(self, drafts, count):
-            raise ValueError("the grammar cannot go on: too complex")
+            raise kind("the grammar cannot go on: too complex")
 
         def accept(self, tokens):
             return len(tokens)
