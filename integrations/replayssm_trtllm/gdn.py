@@ -14,6 +14,7 @@ import torch
 
 from replayssm.plugins import torch_ops
 from replayssm.plugins.contract import GdnGeometry
+from replayssm.plugins.cuda_ops import gaps_left_unwritten
 
 from .layer import Layer, replace_global
 from .settings import RefusedError
@@ -66,18 +67,12 @@ class GdnLayer(Layer):
             return self.call_original(self.original, *args, **kwargs)
         state, rows = self.operands()
         tokens = call["q"].shape[1]
-        o = torch_ops.gdn_window(
-            *(call[name].flatten(0, 1) for name in ("q", "k", "v")),
-            *(call[name].reshape(tokens, -1) for name in ("a", "b")),
-            call["A_log"],
-            call["dt_bias"],
-            state,
-            rows.seq_lens,
-            rows.window_starts,
-            rows.window_lens,
-            rows.state_batch_indices,
-            self.index,
-        ).unsqueeze(0)
+        packed = (call[name].flatten(0, 1) for name in ("q", "k", "v"))
+        gates = (call[name].reshape(tokens, -1) for name in ("a", "b"))
+        with gaps_left_unwritten():  # every token is a row's
+            o = torch_ops.gdn_window(
+                *packed, *gates, call["A_log"], call["dt_bias"], state, *rows.arguments, self.index
+            )[None]
         output = call.get("output")
         return o if output is None else output.copy_(o.view(output.shape))
 

@@ -9,6 +9,7 @@ import torch
 
 from replayssm.plugins import torch_ops
 from replayssm.plugins.contract import Mamba2Geometry
+from replayssm.plugins.cuda_ops import gaps_left_unwritten
 
 from .layer import GlobalDispatch, Layer, replace_global
 from .settings import RefusedError
@@ -59,21 +60,9 @@ class Mamba2Layer(Layer):
             # A verify step, or a call that this package does not know: not ours.
             return self.call_original(self.original, *args, **kwargs)
         state, rows = self.operands()
-        y = torch_ops.mamba2_window(
-            call["x"],
-            call["dt"][..., 0],
-            call["B"],
-            call["C"],
-            self.A_log,
-            self.mixer.D,
-            self.mixer.dt_bias,
-            state,
-            rows.seq_lens,
-            rows.window_starts,
-            rows.window_lens,
-            rows.state_batch_indices,
-            self.index,
-        )
+        inputs = (call["x"], call["dt"][..., 0], call["B"], call["C"], self.A_log, self.mixer.D, self.mixer.dt_bias)
+        with gaps_left_unwritten():  # every token is a row's
+            y = torch_ops.mamba2_window(*inputs, state, *rows.arguments, self.index)
         if call["z"] is not None:
             z = call["z"].float()
             y = (y.float() * z * torch.sigmoid(z)).to(y.dtype)

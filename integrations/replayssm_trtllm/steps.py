@@ -34,6 +34,11 @@ class Rows:
     state_batch_indices: torch.Tensor
     slots: torch.Tensor
 
+    @property
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """In the operators' order."""
+        return self.seq_lens, self.window_starts, self.window_lens, self.state_batch_indices
+
 
 class Steps:
     """Positions of all slots, shared by the layers of a model.
