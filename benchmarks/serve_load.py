@@ -129,6 +129,7 @@ async def load(server: Server, clients: int, seconds: float, max_tokens: int) ->
     metrics = server.metrics()
     duration = time.monotonic() - started
     return {
+        "model": httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"],
         "clients": clients,
         "seconds": round(duration, 1),
         "calls": dict(sorted(counts.items())),
@@ -165,7 +166,7 @@ def main() -> None:
     correct = clean and not any(kind.endswith("wrong") for kind in result["calls"])
     if options.output is not None:
         value = result["generated_tokens_per_s"]
-        line = {"benchmark": "serve_load", "op": "serve", "geometry": options.engine.name, "variant": "ours",
+        line = {"benchmark": "serve_load", "op": "serve", "geometry": result["model"], "variant": "ours",
                 "value": value, "unit": "tokens/s", "serve": options.serve, **result, "gpu": None,
                 "commit": _commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()), "correct": correct}  # fmt: skip
         with options.output.open("a", encoding="utf-8") as file:
