@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from replayssm.builders.checkpoint import Checkpoint
-from replayssm.builders.export_trtllm import CONFIG_NAME, GUIDE_NAME, ExportOptions, export_trtllm
+from replayssm.builders.config import published
+from replayssm.builders.export_trtllm import CONFIG_NAME, GUIDE_NAME, ExportOptions, StepTraffic, export_trtllm
+from replayssm.builders.inspection import inspect_model
 from replayssm.builders.quantize import QuantizeOptions, quantize_checkpoint
 from replayssm.plugins.contract import ReplaySettings, state_parts
 
@@ -144,6 +146,28 @@ def test_estimate_of_a_step(tiny_checkpoint, tmp_path):
     assert made.step.plain == weights + 8 * (256 * slot.kv_per_token + traffic.plain)
     assert made.step.replay == weights + 8 * (256 * slot.kv_per_token + traffic.replay)
     assert 1 < made.step.speedup < traffic.plain / traffic.replay
+
+
+def test_table_of_the_guide():
+    """docs/trtllm.md quotes the estimate; 2,048 tokens a sequence, L = 16."""
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "trtllm.md").read_text()
+    models = {
+        "Nemotron-3-Nano-4B, bf16": ("nano4b", "checkpoint"),
+        "Nemotron-3-Nano-4B, NVFP4": ("nano4b", "nvfp4"),
+        "Nemotron-3-Super-120B, NVFP4": ("super120b-nvfp4", "checkpoint"),
+        "Qwen3.5-4B, NVFP4": ("qwen4b", "nvfp4"),
+        "Qwen3.5-122B, NVFP4": ("qwen122b-nvfp4", "checkpoint"),
+    }
+    cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in guide.splitlines())
+    rows = [row for row in cells if row[0] in models]
+    assert {row[0] for row in rows} == set(models)
+    for name, state, *figures in rows:
+        model, weights = models[name]
+        settings = ReplaySettings(16, 1, 4096, {"fp32": "float32", "bf16": "bfloat16"}[state])
+        inspection = inspect_model(published(model), settings, name=model, weights=weights, memory_bytes=2**40)
+        for batch, figure in zip((8, 32, 128, 256), figures, strict=True):
+            # Quoted with two decimals.
+            assert float(figure) == pytest.approx(StepTraffic.of(inspection, batch, 2048).speedup, abs=0.0051)
 
 
 def test_state_dtype_of_the_config(tiny_checkpoint, tmp_path):
