@@ -10,6 +10,7 @@ place: each part's input and output name get one address.
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,7 +177,8 @@ class PlanRuntime:
 
     def _load(self, file: str) -> Plan:
         path = self.directory / file
-        engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
+        with open(path, "rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as plan:
+            engine = self._runtime.deserialize_cuda_engine(plan)
         if engine is None:
             compiler = self.description["compiler"]
             raise EngineDirectoryError(

@@ -66,6 +66,7 @@ MODEL = {"model, random prompts", "model, text prompts"}
         ("copy", {"aliasing"}),
         ("detach", {"state in place", *MODEL}),
         ("drift", {"repeated windows", *MODEL}),
+        ("scribble", {"state in place", "repeated windows"}),
         ("rows", {"batches", *MODEL}),
         ("leak", {"memory"}),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from types import FunctionType
 
 import pytest
 import torch
@@ -117,6 +118,19 @@ def test_steps_captured_as_graphs_are_the_same(pair, assert_same_tokens):
     results = generate(Session(engine, graphs=True), PROMPTS, 10)
     for ours, plain in zip(results, generate(Session(oracle), PROMPTS, 10), strict=True):
         assert_same_tokens(oracle, ours.prompt_token_ids, ours.token_ids, plain.token_ids, CLOSE)
+
+
+def test_results_outlive_the_next_call(plan_engine):
+    """Drafters keep hidden states, and the next call of a bucket writes to the same buffers."""
+    engine, _ = plan_engine("nano")
+    session = Session(engine)
+    slot = session.allocate()
+    first = session.step([Row(slot, [5, 6])])
+    kept = first.logits.clone(), first.hidden_states.clone()
+    second = session.step([Row(slot, [7, 8])])
+    assert not torch.equal(second.hidden_states, kept[1])
+    assert torch.equal(first.logits, kept[0])
+    assert torch.equal(first.hidden_states, kept[1])
 
 
 @pytest.mark.parametrize(("batch", "drafts"), [(1, 0), (4, 3), (6, 0), (256, 4), (200, 7)])
@@ -263,3 +277,54 @@ def test_memory_is_reported(plan_engine):
     engine, _ = plan_engine("nano")
     runtime = PlanRuntime(engine.directory, "tensorrt", torch.device("cpu"))
     assert runtime.memory == {"plans": engine.weight_bytes, "scratch": 4096, "device_in_use": 0}
+
+
+@pytest.mark.parametrize("name", ["tensorrt_rtx", "tensorrt_lean_bindings"])
+def test_the_stand_in_has_nothing_that_nvidias_bindings_lack(name):
+    """Methods, properties and members of enumerations."""
+    import tensorrt_stand_in as stand_in
+
+    real, module = pytest.importorskip(name), stand_in.make_module()
+    pairs = {"ICudaEngine": stand_in.Engine, "IExecutionContext": stand_in.Context, "Runtime": module.Runtime}
+    if name == "tensorrt_rtx":
+        pairs |= {"INetworkDefinition": stand_in.Network, "IBuilderConfig": stand_in.BuilderConfig}
+        pairs |= {"Builder": stand_in.Builder, "ITensor": stand_in.Tensor}
+    known = 0
+    for real_name, kind in pairs.items():
+        members = {n: value for n, value in vars(kind).items() if isinstance(value, (FunctionType, property))}
+        # RTX has no plugins; the other is the stand-in's own.
+        public = {n for n in members if not n.startswith("_")} - {"add_plugin", "sample"}
+        assert public
+        for member in public:
+            assert hasattr(getattr(real, real_name), member), f"{real_name}.{member}"
+            known += 1
+    assert known > 15
+    for member in ("num_io_tensors", "num_optimization_profiles", "num_aux_streams", "device_memory_size_v2"):
+        assert hasattr(real.ICudaEngine, member)
+    assert {m for m in real.TensorIOMode.__members__} >= {"INPUT", "OUTPUT"}
+    assert "USER_MANAGED" in real.ExecutionContextAllocationStrategy.__members__
+    assert "JSON" in real.LayerInformationFormat.__members__
+    assert {kind.name for kind in stand_in.DataType} <= set(real.DataType.__members__)
+
+
+def test_a_plan_runs_with_the_calls_that_nvidia_documents(plan_engine):
+    """What a real context is asked for: names of methods that were called on the stand-in, in order, for one bucket."""
+    engine, _ = plan_engine("nano")
+    session = Session(engine)
+    calls = []
+    from tensorrt_stand_in import Context
+
+    originals = {n: v for n, v in vars(Context).items() if isinstance(v, FunctionType) and not n.startswith("_")}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, original in originals.items():
+            patch.setattr(Context, name, lambda self, *a, n=name, f=original: (calls.append(n), f(self, *a))[1])
+        session.decode([session.allocate()], [5])
+    order = list(dict.fromkeys(calls))
+    assert order == [
+        "set_device_memory",
+        "set_optimization_profile_async",
+        "set_input_shape",
+        "set_tensor_address",
+        "infer_shapes",
+        "execute_async_v3",
+    ]

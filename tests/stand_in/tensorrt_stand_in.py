@@ -27,10 +27,10 @@ from replayssm.plugins.state import LayerState, torch_dtype
 from replayssm.plugins.tensorrt_ops import ROWS, PluginSpec
 from replayssm.runtime.executor import STATEFUL_OPERATORS
 
-FAULTS = ("copy", "detach", "drift", "rows", "leak")
+FAULTS = ("copy", "detach", "drift", "scribble", "rows", "leak")
 """copy: the inspector shows copies of state. detach: state is updated in a buffer of the engine's own. drift: every
-rewrite of a checkpoint loses a thousandth. rows: the last row of a call sees the first one's window. leak: contexts
-take memory whenever shapes change."""
+rewrite of a checkpoint loses a thousandth. scribble: every call writes where nothing reads. rows: the last row of a
+call sees the first one's window. leak: every call takes memory."""
 
 SENTINELS = {"T": 97, "R": 89, "B": 83}
 """Sizes that stand for dynamic dimensions while shapes are inferred, by running the network on zeros. Meta tensors
@@ -515,6 +515,9 @@ class Context:
                     continue
                 if "drift" in faults and tensor.name.endswith(".checkpoint.out"):
                     value = value * 0.999
+                if "scribble" in faults and tensor.name.endswith(".k_cache.out"):
+                    value = value.clone()
+                    value[:, -1] = self.runs
             if value.data_ptr() != self.addresses[tensor.name]:
                 _at(self.addresses[tensor.name], value.nbytes, device).copy_(value.flatten().view(torch.uint8))
         return True
