@@ -101,6 +101,7 @@ class StepGraph:
     logits [rows * window, vocab] and hidden_states [rows * window, hidden]: of the last launch; the next launch of any
         graph overwrites them.
     sampled: tokens are drawn by each row's sampling parameters, not only the likeliest ones.
+    hidden: size and dtype of the hidden states that a draft head reads beside every token.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class StepGraph:
         capture: Capture,
         *,
         sampled: bool = False,
+        hidden: tuple[int, torch.dtype] | None = None,
     ) -> None:
         self.rows, self.window, self.sampled = rows, window, sampled
         self._executor, self._error_flag = executor, error_flag
@@ -127,6 +129,7 @@ class StepGraph:
         self._starts = torch.arange(0, rows * window, window, dtype=torch.int32, device=device)
         self._offsets = torch.arange(window, dtype=torch.int32, device=device)
         self._indices = torch.arange(rows * window, dtype=torch.int64, device=device)
+        self._hidden = None if hidden is None else torch.zeros(rows * window, hidden[0], dtype=hidden[1], device=device)
         size = 2 * rows * window + 1
         pinned = device.type == "cuda"
         self._answers = [torch.empty(size, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
@@ -159,6 +162,14 @@ class StepGraph:
                 host[name][:count] = values
         self._buffers.upload()
 
+    def load_hidden_states(self, hidden_states: Tensor, lengths: Sequence[int]) -> None:
+        """Hidden states [sum of lengths, hidden] of the windows that `load` was given."""
+        if self.window == 1:
+            self._hidden[: len(lengths)] = hidden_states
+            return
+        places = [row * self.window + i for row, length in enumerate(lengths) for i in range(length)]
+        self._hidden.index_copy_(0, torch.tensor(places, device=hidden_states.device), hidden_states)
+
     def launch(self) -> None:
         """Run the step and start copying its answers to the host."""
         self._replay()
@@ -187,17 +198,18 @@ class StepGraph:
     def _body(self) -> None:
         given = self.device_inputs
         positions = given["seq_lens"].unsqueeze(1) + self._offsets
-        outputs = self._executor(
-            {
-                "token_ids": given["token_ids"],
-                "positions": positions.flatten(),
-                "seq_lens": given["seq_lens"],
-                "window_starts": self._starts,
-                "window_lens": given["window_lens"],
-                "state_batch_indices": given["state_batch_indices"],
-                "logits_indices": self._indices,
-            }
-        )
+        inputs = {
+            "token_ids": given["token_ids"],
+            "positions": positions.flatten(),
+            "seq_lens": given["seq_lens"],
+            "window_starts": self._starts,
+            "window_lens": given["window_lens"],
+            "state_batch_indices": given["state_batch_indices"],
+            "logits_indices": self._indices,
+        }
+        if self._hidden is not None:
+            inputs["hidden_states"] = self._hidden
+        outputs = self._executor(inputs)
         self._keep(logits=outputs["logits"], hidden_states=outputs["hidden_states"])
         largest, tokens = self.logits.max(dim=1)
         finite = largest.isfinite()
@@ -229,11 +241,18 @@ class StepGraph:
 class StepGraphs:
     """The graphs of one network, captured when they are first needed.
 
-    slots: most rows of a step; max_window: most tokens of a row.
+    slots: most rows of a step; max_window: most tokens of a row; hidden: as for `StepGraph`.
     """
 
-    def __init__(self, executor: Executor, error_flag: Tensor, slots: int, max_window: int) -> None:
-        self._executor, self._error_flag = executor, error_flag
+    def __init__(
+        self,
+        executor: Executor,
+        error_flag: Tensor,
+        slots: int,
+        max_window: int,
+        hidden: tuple[int, torch.dtype] | None = None,
+    ) -> None:
+        self._executor, self._error_flag, self._hidden = executor, error_flag, hidden
         device = error_flag.device
         self._capture = CudaCapture(device) if device.type == "cuda" else capture_eagerly
         self._rows, self._windows = row_buckets(slots), window_classes(max_window)
@@ -253,6 +272,12 @@ class StepGraphs:
         key = (row_bucket, window_class, sampled)
         if key not in self._graphs:
             self._graphs[key] = StepGraph(
-                self._executor, self._error_flag, row_bucket, window_class, self._capture, sampled=sampled
+                self._executor,
+                self._error_flag,
+                row_bucket,
+                window_class,
+                self._capture,
+                sampled=sampled,
+                hidden=self._hidden,
             )
         return self._graphs[key]

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from replayssm.plugins.network import Network
-from replayssm.plugins.state import LayerState, allocate_state, raise_on_error
+from replayssm.plugins.state import LayerState, allocate_state, raise_on_error, torch_dtype
 from replayssm.runtime.cuda_graphs import Chosen, StepGraphs
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.errors import InferenceError
@@ -120,7 +120,11 @@ class Program:
         self._device, self._error_flag, self._max_window = device, error_flag, settings.max_window
         self.executor = make_executor(network, self.states)
         graphs = graphs and (device.type != "cuda" or _has_kernels(self.states.values()))
-        self.graphs = StepGraphs(self.executor, error_flag, slots, settings.max_window) if graphs else None
+        self.graphs = None
+        if graphs:
+            spec = network.inputs.get("hidden_states")
+            hidden = None if spec is None else (spec.shape[-1], torch_dtype(spec.dtype))
+            self.graphs = StepGraphs(self.executor, error_flag, slots, settings.max_window, hidden)
 
     def __call__(
         self,
@@ -131,7 +135,7 @@ class Program:
     ) -> StepResult:
         """Run `rows`, whose windows begin at `seq_lens`. Raises InferenceError if an operator refused a row."""
         if self.graphs is not None and all(len(row.tokens) <= self._max_window for row in rows):
-            return self._captured(rows, seq_lens, wanted)
+            return self._captured(rows, seq_lens, wanted, hidden_states)
         lengths = [len(row.tokens) for row in rows]
         starts = _running_sums(lengths)
         indices, spans = _spans(starts, lengths, wanted)
@@ -161,12 +165,20 @@ class Program:
                 f"{error}; start again with a new session, and if it returns, rebuild the engine or report it"
             ) from error
 
-    def _captured(self, rows: Sequence[Row], seq_lens: Sequence[int], wanted: Sequence[str]) -> StepResult:
+    def _captured(
+        self,
+        rows: Sequence[Row | DraftRow],
+        seq_lens: Sequence[int],
+        wanted: Sequence[str],
+        hidden_states: torch.Tensor | None,
+    ) -> StepResult:
         lengths = [len(row.tokens) for row in rows]
-        params = [row.params or SamplingParams() for row in rows]
+        params = [getattr(row, "params", None) or SamplingParams() for row in rows]
         sampled = not all(row.is_greedy for row in params)
         graph = self.graphs.get(len(rows), max(lengths), sampled)
         graph.load([row.tokens for row in rows], seq_lens, [row.slot for row in rows], params if sampled else None)
+        if hidden_states is not None:
+            graph.load_hidden_states(hidden_states, lengths)
         graph.launch()
         every, flag = graph.wait()
         if flag:

@@ -75,7 +75,7 @@ class Session:
             make_executor = executor_maker(engine, self.device)
             # The draft head's rows bring hidden states and are not captured.
             self._programs = {
-                name: Program(network, engine, state_slots, flag, make_executor, graphs and name == "main")
+                name: Program(network, engine, state_slots, flag, make_executor, graphs)
                 for name, network in engine.networks.items()
             }
         except (LookupError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
@@ -290,9 +290,9 @@ class Session:
         slot = self.allocate()
         try:
             result = self.step([Row(slot, [0])])
-            graphs = self._programs["main"].graphs
-            if graphs is not None and self.device.type == "cuda":
-                graphs.prepare()
+            for program in self._programs.values() if self.device.type == "cuda" else ():
+                if program.graphs is not None:
+                    program.graphs.prepare()
             if "mtp" in self._programs:
                 self.draft_step([DraftRow(slot, [0], 0, result.hidden_states)])
         except (LookupError, TypeError, AttributeError, RuntimeError, MemoryError) as error:

@@ -16,8 +16,8 @@ from replayssm.runtime.cuda_graphs import row_buckets, window_classes
 from replayssm.runtime.errors import InferenceError
 from replayssm.runtime.generation import generate
 from replayssm.runtime.sampling import SamplingParams
-from replayssm.runtime.session import Row, Session
-from replayssm.runtime.speculation import NgramDrafter
+from replayssm.runtime.session import DraftRow, Row, Session
+from replayssm.runtime.speculation import MtpDrafter, NgramDrafter
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
@@ -92,6 +92,28 @@ def test_a_step_beside_a_prefill_is_not_captured(tiny_engine):
     assert captured.step([Row(0, [1])]).chosen is not None
 
 
+def test_draft_steps_equal_eager_ones(tiny_engine):
+    """Rows of several lengths with hidden states of their own, then the recursion of one token a row."""
+    sessions = pair(tiny_engine("qwen"))
+    hidden_states = torch.randn(6, 128, dtype=torch.float64)
+    lengths, first = [3, 1, 2], 0
+    rows = []
+    for slot, length in enumerate(lengths):
+        rows.append(DraftRow(slot, random_tokens(length, slot), 4 + slot, hidden_states[first : first + length]))
+        first += length
+    for _ in range(3):
+        plain, captured = (session.draft_step(rows) for session in sessions)
+        torch.testing.assert_close(captured.logits, plain.logits, **CLOSE)
+        assert captured.chosen.tokens == plain.logits.argmax(dim=1).tolist()
+        following = []
+        for index, row in enumerate(rows):
+            ours, wanted = captured.row_hidden_states(index), plain.row_hidden_states(index)
+            torch.testing.assert_close(ours, wanted, **CLOSE)
+            position = row.position + len(row.tokens)
+            following.append(DraftRow(row.slot, [captured.chosen.tokens[index]], position, ours[-1:]))
+        rows = following
+
+
 def test_hidden_states_outlive_the_next_step(tiny_engine):
     _, captured = pair(tiny_engine("nano"))
     kept = captured.step([Row(0, [1])]).row_hidden_states(0)
@@ -100,20 +122,20 @@ def test_hidden_states_outlive_the_next_step(tiny_engine):
     assert torch.equal(kept, before)
 
 
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("drafts", [None, "ngram", "mtp"])
 @pytest.mark.parametrize("layout", ["nano", "qwen"])
 def test_generation_gives_the_same_tokens(tiny_engine, layout, drafts):
     """Greedy and sampled requests together, more of them than slots, with stop lengths of their own."""
     engine = tiny_engine(layout)
     prompts = [random_tokens(4 + 7 * i, i) * (2 if drafts else 1) for i in range(5)]
+    drafters = {None: lambda session: None, "ngram": lambda session: NgramDrafter(), "mtp": MtpDrafter}
     params = [
         SamplingParams(temperature=0.8 * (i % 2), top_k=20 * (i == 1), top_p=0.9, seed=2**63 + i) for i in range(5)
     ]
     tokens = []
     for graphs in (False, True):
         session = Session(engine, slots=3, graphs=graphs)
-        drafter = NgramDrafter() if drafts else None
-        results = generate(session, prompts, 15, params, drafter, eos_token_ids=())
+        results = generate(session, prompts, 15, params, drafters[drafts](session), eos_token_ids=())
         tokens.append([result.token_ids for result in results])
     assert tokens[0] == tokens[1]
     assert len({tuple(row) for row in tokens[0]}) == 5
