@@ -70,6 +70,7 @@ class TestOnTheGpu:
     def test_example_model_answers(self, engine, name: str, draft_len: int) -> None:
         one = engine(name, max_draft_len=draft_len)
         session = Session(one, slots=1, device="cuda")
+        session.warm_up()
         drafter = MtpDrafter(session) if draft_len else None
         (result,) = generate(session, [prompt_of(one, name)], 512, drafter=drafter, tokenizer=one.tokenizer)
         assert result.text.strip().endswith(QUESTIONS[name]["answer"])
@@ -129,6 +130,7 @@ class TestOnTheGpu:
     def test_decoding_ahead_equals_decoding(self, engine, name: str, draft_len: int) -> None:
         one = engine(name, max_draft_len=draft_len)
         ahead, plain = (Session(one, device="cuda") for _ in range(2))
+        ahead.warm_up()
         slots, first = list(range(4)), []
         for session in (ahead, plain):
             prompts = prompts_of(one, name)
