@@ -4,12 +4,12 @@
 //
 // Per chunk, with S the state before it, G the sums of g within it and L the strict lower triangle
 // L_ij = beta_i e^{G_i - G_j} (k_i . k_j), the u of all tokens solve (I + L) u = r, r_i = beta_i (v_i - e^{G_i} S k_i).
-// The system is solved by forward substitution over blocks of 16 tokens, whose own triangles the preparing warps invert.
+// The system is solved by forward substitution over blocks of 16 tokens; the preparing warps invert their triangles.
 //
 // Stamped in: as for gdn_window.cu, and CHUNK, STAGES and SWIZZLE.
 #define CHUNK_BETA 1
 #include "gdn_window.cuh"
-#include "chunk.cuh"
+#include "chunk_prepare.cuh"
 
 struct Shared {
     alignas(128) activation_t k[STAGES][CHUNK * CHUNK_STRIDE];
@@ -47,8 +47,8 @@ DEVICE void load_tokens(Shared& shared, const Inputs& in, const Chunk& chunk, in
     }
 }
 
-// L2-normalises the rows of tokens that the warp has copied, in place, and rounds them to the activation format. Four lanes
-// share a row.
+// L2-normalises the rows of tokens that the warp has copied, in place, and rounds them to the activation format. Four
+// lanes share a row.
 DEVICE void normalize_tokens(activation_t* tokens) {
     constexpr int COPIES = COLUMNS / 8, WARP_TOKENS = CHUNK / PREPARING_WARPS, LANE_COPIES = (COPIES + 3) / 4;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -192,24 +192,30 @@ DEVICE void compute_scores(Shared& shared, const Chunk& chunk, int stage) {
                 mma_16bit<ACTIVATION_FORMAT>(with_k[m], k[c][0], k[c][1], k[c][2], k[c][3], b[2 * m], b[2 * m + 1]);
             }
         }
-        const bool diagonal = queries == tokens;
-        float* triangle = (float*)(solve + (queries * (queries + 1) / 2 + tokens) * 64);
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int query = queries * 16 + g + 8 * half, token = tokens * 16 + i / 2 * 8 + 2 * t + i % 2;
                 const int e = 2 * half + i % 2;
-                with_q[i / 2][e] = token > query ? 0.f : QUERY_SCALE * decay[half][i] * with_q[i / 2][e];
-                const float lower = token < query ? beta[half] * decay[half][i] * with_k[i / 2][e] : 0.f;
-                with_k[i / 2][e] = -lower;
-                if (diagonal) triangle[token % 16 * 16 + g + 8 * half] = lower;
+                with_q[i / 2][e] *= QUERY_SCALE * decay[half][i];
+                with_k[i / 2][e] *= -beta[half] * decay[half][i];
             }
-        store_fragments(shared.scores[chunk.index & 1], block, with_q);
-        if (diagonal)
-            invert_triangle((uint4*)triangle);
-        else
+        uint4* solve_block = solve + (queries * (queries + 1) / 2 + tokens) * 64;
+        if (queries == tokens) {
+            float* triangle = (float*)solve_block;
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int query = g + 8 * half, token = i / 2 * 8 + 2 * t + i % 2, e = 2 * half + i % 2;
+                    if (token > query) with_q[i / 2][e] = 0.f;
+                    triangle[token * 16 + query] = token < query ? -with_k[i / 2][e] : 0.f;
+                }
+            invert_triangle(solve_block);
+        } else {
             store_fragments(solve, block, with_k);
+        }
+        store_fragments(shared.scores[chunk.index & 1], block, with_q);
     }
 }
 
@@ -252,9 +258,10 @@ DEVICE void prepare(Shared& shared, const Inputs& in, int first) {
     }
 }
 
-// r [rows x tokens] becomes u by forward substitution, and o gains what the chunk's own tokens add to their outputs: each
-// block's part of it fills the waits of the next block's substitution.
-DEVICE void substitute(float (&r)[TOKEN_TILES][4], float (&o)[TOKEN_TILES][4], const uint4* solve, const uint4* scores) {
+// r [rows x tokens] becomes u by forward substitution, and o gains what the chunk's own tokens add to their outputs:
+// each block's part of it fills the waits of the next block's substitution.
+DEVICE void substitute(float (&r)[TOKEN_TILES][4], float (&o)[TOKEN_TILES][4], const uint4* solve,
+                       const uint4* scores) {
     Wide u;
     for_each_index<TOKEN_BLOCKS>([&](auto index) {
         constexpr int block = decltype(index)::value, before = block ? block - 1 : 0;

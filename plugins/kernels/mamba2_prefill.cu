@@ -8,7 +8,7 @@
 #define ROWS HEADDIM
 #define COLUMNS DSTATE
 #define CHUNK_BETA 0
-#include "chunk.cuh"
+#include "chunk_prepare.cuh"
 
 struct Shared {
     alignas(128) activation_t B[STAGES][CHUNK * CHUNK_STRIDE];
@@ -98,9 +98,10 @@ DEVICE void compute_scores(Shared& shared, const Inputs& in, const Chunk& chunk,
         for (int half = 0; half < 2; half++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int query = queries * 16 + g + 8 * half, token = tokens * 16 + i / 2 * 8 + 2 * t + i % 2;
                 float& value = sum[i / 2][2 * half + i % 2];
                 value *= factors[half][i];
+                if (tokens < queries) continue;
+                const int query = g + 8 * half, token = i / 2 * 8 + 2 * t + i % 2;
                 value = token > query ? 0.f : token == query ? value + in.D : value;
             }
         store_fragments(shared.scores[chunk.index & 1], block, sum);
