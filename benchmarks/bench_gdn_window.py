@@ -1,6 +1,6 @@
 """How close the gdn window kernels come to the memory roofline, and how they compare with the plain baseline.
 
-    python benchmarks/bench_gdn_window.py [--batches 256,64,1] [--windows 1,5] [--state-dtypes float32]
+    python benchmarks/bench_gdn_window.py [--batches 256,64,1] [--windows 1,5] [--formats float32]
 
 Run it where `replayssm` is installed and a GPU is present. Results go to benchmarks/results. Launch geometry is tuned
 at the first batch size; mamba-ssm and flash-linear-attention are measured beside ours if they can be imported.
@@ -17,12 +17,16 @@ if __name__ == "__main__":
     parser.add_argument("--geometries", default="qwen4b,qwen122b")
     parser.add_argument("--batches", default="256,64,1,16,512")
     parser.add_argument("--windows", default="1,5")
-    parser.add_argument("--state-dtypes", default="float32,float16")
+    parser.add_argument(
+        "--formats",
+        default="float32,float16,float16:stochastic:nvfp4",
+        help="state_dtype, or state_dtype:state_rounding:readout_dtype",
+    )
     arguments = parser.parse_args()
     run(
         "gdn_window",
         arguments.geometries.split(","),
         [int(value) for value in arguments.batches.split(",")],
         [int(value) for value in arguments.windows.split(",")],
-        arguments.state_dtypes.split(","),
+        arguments.formats.split(","),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import peers
@@ -11,7 +10,16 @@ from harness import COLD_BYTES, Results, ceilings, time_graph
 
 from replayssm.plugins import geometry as geo
 from replayssm.plugins import launch, reference
-from replayssm.plugins.contract import GdnGeometry, Geometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import (
+    GdnGeometry,
+    Geometry,
+    Mamba2Geometry,
+    ReplaySettings,
+    checkpoint_parts,
+    readout_parts,
+)
+from replayssm.plugins.geometry import KernelConfig
+from replayssm.plugins.reference.formats import RandomKey, load_checkpoint, store_state
 from replayssm.plugins.state import LayerState, allocate_state, torch_dtype
 
 POSITION = 1000
@@ -36,19 +44,12 @@ class Layer:
         window: int,
         cta_rows: int | None = None,
         ahead_rows: int | None = None,
+        config: KernelConfig | None = None,
     ) -> None:
         self.geometry, self.settings, self.batch, self.window = geometry, settings, batch, window
-        state_bytes = allocate_state(geometry, settings, 1)["checkpoint"].nbytes * batch
-        self.sets = max(1, min(64, -(-COLD_BYTES // state_bytes)))
+        self.sets = max(1, min(64, -(-COLD_BYTES // (read_bytes(geometry, settings) * batch))))
         self.state = allocate_state(geometry, settings, batch * self.sets, "cuda")
-        for tensor in self.state.tensors.values():
-            if tensor.is_floating_point():
-                tensor.normal_()
-        for name in ("ring_dt", "ring_g"):
-            if name in self.state.tensors:
-                self.state[name].uniform_(0.0, 0.05)
-        if "ring_g" in self.state.tensors:
-            self.state["ring_g"].neg_()
+        self._fill()
         act, tokens = torch_dtype(settings.activation_dtype), batch * window
         heads = geometry.state_shape[0]
         g = geometry
@@ -63,12 +64,30 @@ class Layer:
         self.constants = [constant.cuda() for constant in constants]
         self.out = torch.empty(tokens, *g.state_shape[:2], device="cuda", dtype=act)
         arch = launch.device_arch(torch.device("cuda", 0))
-        self.config = geo.window_config(geometry, settings, arch, cta_rows=cta_rows, ahead_rows=ahead_rows)
+        self.config = config or geo.window_config(geometry, settings, arch, cta_rows=cta_rows, ahead_rows=ahead_rows)
         self.starts = torch.arange(batch, device="cuda", dtype=torch.int32) * window
         self.lens = torch.full((batch,), window, device="cuda", dtype=torch.int32)
         self.slots = [(torch.arange(batch, device="cuda") + i * batch).to(torch.int32) for i in range(self.sets)]
 
         self.first_slot = {slots.data_ptr(): i * batch for i, slots in enumerate(self.slots)}
+
+    def _fill(self) -> None:
+        """Random states and rings; a few states, repeated, because encoding all would take long."""
+        tensors, kinds = self.state.tensors, min(4, self.batch)
+        for slot in range(kinds):
+            store_state(self.state, slot, torch.randn(self.geometry.state_shape, device="cuda"), RandomKey(0, POSITION))
+        for name, tensor in tensors.items():
+            if name.startswith("snapshots"):
+                tensor.view(torch.uint8).zero_()
+            elif name.startswith(("checkpoint", "readout")) and name != "checkpoint_position":
+                octets = tensor.view(torch.uint8)
+                for first in range(kinds, tensor.shape[0], kinds):
+                    octets[first : first + kinds] = octets[: min(kinds, tensor.shape[0] - first)]
+            elif name.startswith("ring"):
+                tensor.normal_()
+        for name, sign in (("ring_dt", 1.0), ("ring_g", -1.0)):
+            if name in tensors:
+                tensors[name].uniform_(0.0, 0.05).mul_(sign)
 
     def launches(self, offsets: list[int]):
         """One launch per (offset, slot set) at seq_len POSITION + offset."""
@@ -111,8 +130,17 @@ class Layer:
             return fixed + self.batch * (slot["checkpoint"] + writes)
         entry = sum(size for name, size in slot.items() if name.startswith("ring")) / self.settings.ring_len
         flushes = ((histories > 0) & (histories + self.window > self.settings.buffer_len)).double().mean()
-        rows = slot["checkpoint"] * (1 + flushes) + entry * (histories.double().mean() + self.window)
-        return float(fixed + self.batch * rows)
+        checkpoint = sum(slot.get(name, 0.0) for name in ("checkpoint", "checkpoint_scale"))
+        readout = sum(size for name, size in slot.items() if name.startswith("readout"))
+        # A flush reads the checkpoint, and writes it and the readout; other rows read the readout if there is one.
+        state = readout + flushes * 2 * checkpoint if readout else checkpoint * (1 + flushes)
+        return float(fixed + self.batch * (state + entry * (histories.double().mean() + self.window)))
+
+
+def read_bytes(geometry: Geometry, settings: ReplaySettings) -> int:
+    """Bytes of one slot's state that a step without a flush reads."""
+    parts = readout_parts(geometry, settings.readout_dtype) or checkpoint_parts(geometry, settings)
+    return sum(part.nbytes for part in parts)
 
 
 def histories_of_cycle(start: torch.Tensor, steps: int, window: int, advance: int, buffer_len: int) -> torch.Tensor:
@@ -166,6 +194,7 @@ def measure(
         batch=batch,
         window=window,
         state_dtype=settings.state_dtype,
+        state_rounding=settings.state_rounding,
         readout_dtype=settings.readout_dtype,
         L=L,
         fill=fill,
@@ -245,10 +274,12 @@ def check(name: str, settings: ReplaySettings, window: int, cta_rows: int | None
         *(t.cpu() for t in layer.inputs), *(t.cpu() for t in layer.constants), host, *(t.cpu() for t in index), 0
     ).double()
     error = float((out - expected).norm() / expected.norm())
-    kept = state["checkpoint"].double().cpu()
-    state_error = float((kept - host["checkpoint"].double()).norm() / host["checkpoint"].double().norm())
+    kept, expected_state = (
+        torch.stack([load_checkpoint(one, slot, torch.float32).cpu() for slot in range(3)]) for one in (state, host)
+    )
+    state_error = float((kept - expected_state).double().norm() / expected_state.double().norm())
     # bf16 outputs agree but for roundings that fall differently (1 ulp is 2^-8); fp32 states to a few ulp.
-    limit = 1e-5 if settings.state_dtype == "float32" else 1e-3
+    limit = {"float32": 1e-5, "float8": 1e-2}.get(settings.state_dtype, 1e-3)
     ok = error < 1e-3 and state_error < limit
     errors = f"out {error:.1e} state {state_error:.1e}"
     print(f"check {name} W={window} {settings.state_dtype} L={L}: {errors} {'ok' if ok else 'WRONG'}", flush=True)
@@ -271,22 +302,34 @@ def run(
     names: list[str],
     batches: list[int],
     windows: list[int],
-    state_dtypes: list[str],
+    formats: list[str],
     directory: Path | None = None,
 ) -> None:
-    """All figures of some geometries, each variant checked first; rows per block are tuned at the first batch size."""
+    """All figures of some geometries, each variant checked first; rows per block are tuned at the first batch size.
+
+    formats: state_dtype, or state_dtype:state_rounding:readout_dtype. With a readout, ceilings are those of its size;
+    the plain baseline keeps fp32.
+    """
     results = Results(benchmark, directory)
     pool = torch.randn(544 << 20, device="cuda")
-    limits = {batch: ceilings(batch * (4 << 20), pool) for batch in batches}
-    for batch, limit in limits.items():
-        print(f"ceiling at {4 * batch} MiB: read {limit['read']:.0f} GB/s, read-modify-write {limit['rmw']:.0f} GB/s")
-    del pool
-    for state_dtype in state_dtypes:
+    for chosen in formats:
+        state_dtype, rounding, readout = (*chosen.split(":"), "nearest", "same")[:3]
+        has_copy = readout != "same"
         for name in names:
             peer = None
+            slot = read_bytes(GEOMETRIES[name], ReplaySettings(state_dtype=state_dtype, readout_dtype=readout))
+            limits = {batch: ceilings(batch * (slot if has_copy else 4 << 20), pool) for batch in batches}
             for window in windows:
-                settings = ReplaySettings(buffer_len=16, max_window=window, state_dtype=state_dtype)
-                plain = dataclasses.replace(settings, buffer_len=0)
+                settings = ReplaySettings(
+                    buffer_len=16,
+                    max_window=window,
+                    state_dtype=state_dtype,
+                    state_rounding=rounding,
+                    readout_dtype=readout,
+                )
+                plain = ReplaySettings(
+                    buffer_len=0, max_window=window, state_dtype="float32" if has_copy else state_dtype
+                )
                 rows = tuned_rows(results, name, settings, batches[0], window, limits[batches[0]])
                 ours_ok = check(name, settings, window, rows)
                 plain_ok = check(name, plain, window)

@@ -70,7 +70,8 @@ def readout_config(
         min_ctas = max(1, min(wide[2] or registers, limits.shared_per_sm // (shared + 1024), 16))
     blocks = heads * (rows // count) // warps
     if ahead_rows is None:
-        ahead_rows = geo._ahead_rows(limits, min_ctas, blocks, warps * count * columns)
+        row_bytes = columns * 9 // 16 if settings.readout_dtype == "nvfp4" else columns
+        ahead_rows = geo._ahead_rows(limits, min_ctas, blocks, warps * count * row_bytes)
     defines = {
         **geo.geometry_defines(geometry),
         "ROW_TILES": geometry.row_tiles,
@@ -128,4 +129,4 @@ def _shared_bytes(
         outputs = warps * 32 * (queries + 1) * 4 if several else 4
         total = tile + tokens * key + 2 * queries * key + warps * planes * tokens * own + warps * window * own
         total += row_max + queries * 4 + pairs + outputs
-    return round_up(round_up(total, 8) + 16, 128)
+    return round_up(round_up(total, 8) + 8, 128)

@@ -37,7 +37,7 @@ struct Shared {
     float unit[QUERIES];
     float pairs[ONE ? 1 : WARPS * QUERIES * WINDOW_ROWS];  // coefficients of the window's u
     float stage[ONE ? 1 : WARPS * 32 * STAGE_STRIDE];
-    alignas(8) u64 barriers[2];
+    alignas(8) u64 barrier;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
 
@@ -149,7 +149,7 @@ gdn_readout(
     float tile_scale = 1.f;  // lane i: of the warp's tile i
     if (has_slot) {
         position_now = position_in[offset_of(slot, position_stride) + first_part * CTA_TILES];
-        readout_copy_start(shared.tile, STATE_ROWS(slot).from(block_row), shared.barriers);
+        readout_copy_start(shared.tile, STATE_ROWS(slot).from(block_row), &shared.barrier);
         if (NVFP4 && lane < CTA_TILES) tile_scale = STATE_ROWS(slot).from(own_row).tile_scales[lane];
     }
     if (later.exists) later_position = position_in[offset_of(later.slot, position_stride) + first_part * CTA_TILES];
@@ -159,7 +159,7 @@ gdn_readout(
     if (!row.active || row.length > MAX_WINDOW) {
         copy_async_wait();
         sync_threads();
-        if (has_slot) readout_copy_wait(shared.barriers);
+        if (has_slot) readout_copy_wait(&shared.barrier);
         if (!row.active) {
             if (row.error && tid == 0) atomic_or(error_flag, row.error);
             if (!row.in_range) return;
@@ -267,7 +267,7 @@ gdn_readout(
         else
             for (int i = lane; i < COLUMNS / 2; i += 32) ((u32*)query)[i] = 0u;
         sync_warp();
-        halve_row(shared.half_queries + n * KEY_STRIDE, shared.unit + n, query);
+        halve_row<false>(shared.half_queries + n * KEY_STRIDE, shared.unit + n, query);
     }
     const float g_new = lane < length ? -expf(log_A) * softplus(raw_a + bias) : 0.f, beta = sigmoid(raw_b);
     // Log decays: `suffix` from behind history token `lane` - 1 to the history's end, `prefix` of the window up to token
@@ -288,7 +288,7 @@ gdn_readout(
     float weight = lane < history ? decay_of(lane < 31 ? behind : 0.f) : 0.f;  // of history token `lane`
     copy_async_wait();
     sync_threads();
-    readout_copy_wait(shared.barriers);
+    readout_copy_wait(&shared.barrier);
 
     u32 slot_now = slot, start_now = start;
     if (flush) {

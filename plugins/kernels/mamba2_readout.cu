@@ -24,7 +24,7 @@ struct Shared {
     alignas(16) activation_t x[WARPS * OWN_SIZE];
     u32 row_max[WARPS * M_TILES * 16];
     float unit_C[MAX_WINDOW];
-    alignas(8) u64 barriers[2];
+    alignas(8) u64 barrier;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
 
@@ -73,7 +73,7 @@ mamba2_readout(
     float tile_scale = 1.f;  // lane i: of the warp's tile i
     if (has_slot) {
         position_now = position_in[offset_of(slot, position_stride) + first_part * CTA_TILES];
-        readout_copy_start(shared.tile, STATE_ROWS(slot).from(block_row), shared.barriers);
+        readout_copy_start(shared.tile, STATE_ROWS(slot).from(block_row), &shared.barrier);
         if (NVFP4 && lane < CTA_TILES) tile_scale = STATE_ROWS(slot).from(own_row).tile_scales[lane];
     }
     if (later.exists) later_position = position_in[offset_of(later.slot, position_stride) + first_part * CTA_TILES];
@@ -84,7 +84,7 @@ mamba2_readout(
     if (!row.active || row.length > MAX_WINDOW) {
         copy_async_wait();
         sync_threads();
-        if (has_slot) readout_copy_wait(shared.barriers);
+        if (has_slot) readout_copy_wait(&shared.barrier);
         if (!row.active) {
             if (row.error && tid == 0) atomic_or(error_flag, row.error);
             if (!row.in_range) return;
@@ -125,7 +125,6 @@ mamba2_readout(
     }
 
     const int length = row.length;
-    constexpr int B_CHUNKS = COLUMNS / 8, X_CHUNKS = CTA_ROWS / 8;
     activation_t* own_x = shared.x + warp * OWN_SIZE;
     int history = row.seq_len - row.checkpoint_position;
     const bool flush = history > 0 && history + length > BUFFER_LEN;
@@ -135,31 +134,21 @@ mamba2_readout(
     // Token rows in shared memory: `past` rows of the history from `first_entry` on, `fresh` rows of the window, zeros.
     const auto stage_tokens = [&](int past, int fresh) {
         const int first_entry = (row.seq_len - past) % RING_LEN;
-        const activation_t* slot_ring_x = computed(ring_x_in + (offset_of((int)slot_now, ring_x_stride) + own_row));
-        const activation_t* slot_ring_B = computed(ring_B_in + (offset_of((int)slot_now, ring_B_stride) + B_column));
-        const activation_t* row_x = computed(x + (offset_of((int)start_now, x_stride) + own_row));
-        const activation_t* row_B = computed(B + (offset_of((int)start_now, B_stride) + B_column));
-#pragma unroll
-        for (int n = 0; n < (TOKEN_ROWS * B_CHUNKS + THREADS - 1) / THREADS; n++) {
-            const int i = n * THREADS + (int)tid_now, k = i / B_CHUNKS, offset = i % B_CHUNKS * 8, w = k - past;
-            if (TOKEN_ROWS * B_CHUNKS % THREADS && k >= TOKEN_ROWS) break;
-            const bool old = k < past, valid = old | (w < fresh);
-            const int entry = wrapped(first_entry + (old ? k : 0)) * (GROUPS * COLUMNS);
-            const int token = (valid & !old ? w : 0) * B_stride;
-            copy_async_16(shared.B + k * KEY_STRIDE + offset, (old ? slot_ring_B : row_B) + ((old ? entry : token) + offset),
-                          valid);
-        }
         activation_t* own_x = shared.x + tid_now / 32 * OWN_SIZE;
-#pragma unroll
-        for (int n = 0; n < (TOKEN_ROWS * X_CHUNKS + 31) / 32; n++) {
-            const int i = n * 32 + (int)tid_now % 32, k = i / X_CHUNKS, offset = i % X_CHUNKS * 8, w = k - past;
-            if (TOKEN_ROWS * X_CHUNKS % 32 && k >= TOKEN_ROWS) break;
-            const bool old = k < past, valid = old | (w < fresh);
-            const int entry = wrapped(first_entry + (old ? k : 0)) * (HEADS * ROWS);
-            const int token = (valid & !old ? w : 0) * x_stride;
-            copy_async_16(own_x + k * OWN_STRIDE + offset, (old ? slot_ring_x : row_x) + ((old ? entry : token) + offset),
-                          valid);
-        }
+        stage_history<COLUMNS, KEY_STRIDE, GROUPS * COLUMNS, THREADS>(
+            shared.B, ring_B_in + (offset_of((int)slot_now, ring_B_stride) + B_column), first_entry, past, past + fresh,
+            tid_now);
+        stage_history<CTA_ROWS, OWN_STRIDE, HEADS * ROWS, 32>(
+            own_x, ring_x_in + (offset_of((int)slot_now, ring_x_stride) + own_row), first_entry, past, past + fresh,
+            tid_now % 32);
+        for_window_chunks<COLUMNS, THREADS>(fresh, tid_now, [&](int w, int offset) {
+            copy_async_16(shared.B + (past + w) * KEY_STRIDE + offset,
+                          B + (offset_of((int)start_now + w, B_stride) + (B_column + offset)), true);
+        });
+        for_window_chunks<CTA_ROWS, 32>(fresh, tid_now % 32, [&](int w, int offset) {
+            copy_async_16(own_x + (past + w) * OWN_STRIDE + offset,
+                          x + (offset_of((int)start_now + w, x_stride) + (own_row + offset)), true);
+        });
     };
     float raw_dt = 0.f, dt_past = 0.f;
     if (lane < length) raw_dt = activation_to_float(dt[offset_of(start + lane, dt_stride) + head]);
@@ -171,12 +160,12 @@ mamba2_readout(
         for (int r = lane; r < CTA_ROWS; r += 32)
             prefetch(STATE_ROWS(slot).checkpoint + (own_row + r) * COLUMNS, COLUMNS * sizeof(state_t));
     if (later.exists) {
+        prefetch_rows<CTA_STATE_ROWS>(later, later_position, ring_x_in + (offset_of(later.slot, ring_x_stride) + block_row),
+                                      HEADS * ROWS);
+        if (first_of_group)
+            prefetch_rows<COLUMNS>(later, later_position, ring_B_in + (offset_of(later.slot, ring_B_stride) + B_column),
+                                   GROUPS * COLUMNS);
         prefetch_ring(later, later_position, [&](int entry) {
-            prefetch(ring_x_in + (offset_of(later.slot, ring_x_stride) + (entry * (HEADS * ROWS) + block_row)),
-                     CTA_STATE_ROWS * sizeof(activation_t));
-            if (first_of_group)
-                prefetch(ring_B_in + (offset_of(later.slot, ring_B_stride) + (entry * (GROUPS * COLUMNS) + B_column)),
-                         COLUMNS * sizeof(activation_t));
             prefetch_sector(ring_dt_in + (offset_of(later.slot, ring_dt_stride) + (entry * HEADS + head)));
         });
         if (AHEAD_TILE && lane == 31) {
@@ -186,11 +175,12 @@ mamba2_readout(
         }
     }
     // The window's C as it is and in fp16, while the rings travel.
-    for (int w = warp; w < length; w += WARPS) {
-        const activation_t* from = C + (offset_of(start + w, C_stride) + B_column);
-        for (int i = lane; i < COLUMNS / 2; i += 32)
-            ((u32*)(shared.C + w * KEY_STRIDE))[i] = ((const u32*)from)[i];
-        halve_row(shared.half_C + w * KEY_STRIDE, shared.unit_C + w, from);
+#pragma unroll
+    for (int n = 0; n < (MAX_WINDOW + WARPS - 1) / WARPS; n++) {
+        const int w = n * WARPS + warp;
+        if (w >= length) break;
+        halve_row<true>(shared.half_C + w * KEY_STRIDE, shared.unit_C + w,
+                        C + (offset_of(start + w, C_stride) + B_column), shared.C + w * KEY_STRIDE);
     }
     const float A = -expf(log_A);
     const float dt_new = lane < length ? softplus(raw_dt + bias) : 0.f;
@@ -212,7 +202,7 @@ mamba2_readout(
     const float weight = dt_past * decay_of(lane < 31 ? behind : 0.f);  // of history token `lane`, zero beyond it
     copy_async_wait();
     sync_threads();
-    readout_copy_wait(shared.barriers);
+    readout_copy_wait(&shared.barrier);
 
     if (flush) {
         hold_until_here(slot_now);
@@ -248,18 +238,17 @@ mamba2_readout(
 
     // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
     const int first_new = row.seq_len % RING_LEN;
-    for (int i = lane; i < length * X_CHUNKS; i += 32) {
-        const int w = i / X_CHUNKS, offset = i % X_CHUNKS * 8;
-        *(uint4*)(ring_x + (offset_of(slot_now, ring_x_stride) +
+    for_window_chunks<CTA_ROWS, 32>(length, lane, [&](int w, int offset) {
+        *(uint4*)(ring_x + (offset_of((int)slot_now, ring_x_stride) +
                             (wrapped(first_new + w) * (HEADS * ROWS) + own_row + offset))) =
             *(const uint4*)(own_x + (history + w) * OWN_STRIDE + offset);
-    }
+    });
     if (first_of_group)
-        for (int i = tid; i < length * B_CHUNKS; i += THREADS) {
-            const int w = i / B_CHUNKS, offset = i % B_CHUNKS * 8;
-            *(uint4*)(ring_B + (offset_of(slot_now, ring_B_stride) +
-                                (wrapped(first_new + w) * (GROUPS * COLUMNS) + B_column + offset))) = *(const uint4*)(shared.B + (history + w) * KEY_STRIDE + offset);
-        }
+        for_window_chunks<COLUMNS, THREADS>(length, tid, [&](int w, int offset) {
+            *(uint4*)(ring_B + (offset_of((int)slot_now, ring_B_stride) +
+                                (wrapped(first_new + w) * (GROUPS * COLUMNS) + B_column + offset))) =
+                *(const uint4*)(shared.B + (history + w) * KEY_STRIDE + offset);
+        });
     if (first_of_head && lane < length)
         ring_dt[offset_of(slot_now, ring_dt_stride) + (wrapped(first_new + lane) * HEADS + head)] = dt_new;
     if ((flush || row.seq_len == 0) && lane < CTA_TILES)
@@ -268,15 +257,17 @@ mamba2_readout(
     // B . C of every (query, token) pair: query g, and g + 8 in a second tile; tokens 2 t and 2 t + 1 of every eight.
     const auto query_row = [&](int n) { return (n * 8 + g < MAX_WINDOW ? n * 8 + g : MAX_WINDOW - 1) * KEY_STRIDE; };
     float score[2 * TOKEN_STEPS][4] = {};
+    const activation_t* first_C = shared.C + (query_row(0) + 4 * t);
+    const activation_t* second_C = shared.C + (query_row(1) + 4 * t);
+    const activation_t* token_B = shared.B + (g * KEY_STRIDE + 4 * t);
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-        const int column = 16 * step + 4 * t;
-        const uint2 first = *(const uint2*)(shared.C + query_row(0) + column);
+        const uint2 first = *(const uint2*)(first_C + 16 * step);
         uint2 second = make_uint2(0, 0);
-        if (QUERY_TILES > 1) second = *(const uint2*)(shared.C + query_row(1) + column);
+        if (QUERY_TILES > 1) second = *(const uint2*)(second_C + 16 * step);
 #pragma unroll
         for (int k8 = 0; k8 < 2 * TOKEN_STEPS; k8++) {
-            const uint2 b = *(const uint2*)(shared.B + (k8 * 8 + g) * KEY_STRIDE + column);
+            const uint2 b = *(const uint2*)(token_B + (k8 * 8 * KEY_STRIDE + 16 * step));
             mma_16bit<ACTIVATION_FORMAT>(score[k8], first.x, second.x, first.y, second.y, b.x, b.y);
         }
     }
@@ -336,14 +327,17 @@ mamba2_readout(
     }
     sync_warp();  // the appended rows of x have been read
     const bool has_state = row.checkpoint_position > 0 || flush;
+    const activation_t* x_rows = own_x + ((lane % 8 + lane / 16 * 8) * OWN_STRIDE + lane / 8 % 2 * 8);
+    const unsigned char* own_codes = shared.tile + (warp * CTA_ROWS + g) * CODE_STRIDE;
+    const unsigned char* own_scales = shared.tile + (CODES_SIZE + (warp * CTA_ROWS + g) * SCALE_BYTES);
+    activation_t* outputs = own_x + ((MAX_WINDOW == 1 ? t : 2 * t) * OWN_STRIDE + g);
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
         float sum[QUERY_TILES][4] = {}, product[QUERY_TILES][4] = {};
 #pragma unroll
         for (int step = 0; step < TOKEN_STEPS; step++) {
             u32 a[4];
-            load_matrix_x4_transposed(
-                a, own_x + (16 * step + lane % 8 + lane / 16 * 8) * OWN_STRIDE + 16 * m + lane / 8 % 2 * 8);
+            load_matrix_x4_transposed(a, x_rows + (16 * step * OWN_STRIDE + 16 * m));
 #pragma unroll
             for (int n = 0; n < QUERY_TILES; n++) {
                 const SplitPairs& b = coefficients[n][step];
@@ -353,9 +347,8 @@ mamba2_readout(
         }
         float row_scale[2] = {1.f, 1.f};
         if (has_state) {
-            const int at = warp * CTA_ROWS + 16 * m + g;
-            dot_readout<QUERY_TILES, MAX_WINDOW == 1>(product, shared.tile + at * CODE_STRIDE,
-                                                      shared.tile + CODES_SIZE + at * SCALE_BYTES, query);
+            dot_readout<QUERY_TILES, MAX_WINDOW == 1>(product, own_codes + 16 * m * CODE_STRIDE,
+                                                      own_scales + 16 * m * SCALE_BYTES, query);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 if (WIDE || 16 * m + 8 * half >= CTA_ROWS) continue;
@@ -368,17 +361,17 @@ mamba2_readout(
         for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int w = MAX_WINDOW == 1 ? t + i % 2 : n * 8 + 2 * t + i % 2;
+                const int w = MAX_WINDOW == 1 ? t : n * 8 + 2 * t + i % 2;
+                if (MAX_WINDOW == 1 && i % 2) continue;
                 const float state = has_state ? product[n][i] * unit[n][i % 2] * row_scale[i / 2] : 0.f;
                 if (w < length)
-                    own_x[w * OWN_STRIDE + 16 * m + g + 8 * (i / 2)] =
+                    outputs[(MAX_WINDOW == 1 ? 0 : n * 8 + i % 2) * OWN_STRIDE + 16 * m + 8 * (i / 2)] =
                         float_to_activation(sum[n][i] * undo[n][i % 2] + state);
             }
     }
     sync_warp();
-    for (int i = lane; i < length * X_CHUNKS; i += 32) {
-        const int w = i / X_CHUNKS, offset = i % X_CHUNKS * 8;
+    for_window_chunks<CTA_ROWS, 32>(length, lane, [&](int w, int offset) {
         *(uint4*)(y + (offset_of((int)start_now + w, HEADS * ROWS) + (own_row + offset))) =
             *(const uint4*)(own_x + w * OWN_STRIDE + offset);
-    }
+    });
 }

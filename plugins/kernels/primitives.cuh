@@ -59,6 +59,28 @@ DEVICE float fp16_to_float(u16 value) {
     return result;
 }
 
+#if __CUDA_ARCH__ >= 890
+#define HARDWARE_E4M3 1
+// Nearest e4m3 number, ties to even.
+DEVICE u32 convert_e4m3(float value) {
+    u16 result;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(0.f), "f"(value));
+    return result;
+}
+#endif
+// The larger magnitude; NaN if one is.
+DEVICE float larger_magnitude(float a, float b) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return result;
+}
+// The halves of a pair of fp16 numbers.
+DEVICE void widen_fp16(float& low, float& high, u32 pair) {
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
+        : "=f"(low), "=f"(high)
+        : "r"(pair));
+}
+
 // Copies 16 bytes to shared memory without a register; writes zeros where `valid` is false and then reads nothing.
 DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
@@ -81,6 +103,23 @@ DEVICE void bulk_copy_start(void* shared, const void* global, u32 bytes, u64* ba
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(shared)),
                  "l"(global), "r"(bytes), "r"(address)
+                 : "memory");
+}
+// The same for two tiles that one barrier answers for.
+DEVICE void bulk_copies_start(void* first, const void* from, u32 bytes, void* second, const void* from_second,
+                              u32 bytes_second, u64* barrier) {
+    const u32 address = shared_address(barrier);
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(address) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address), "r"(bytes + bytes_second) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(first)),
+                 "l"(from), "r"(bytes), "r"(address)
+                 : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(second)),
+                 "l"(from_second), "r"(bytes_second), "r"(address)
                  : "memory");
 }
 // Every thread that reads the tile waits itself; the barrier must have been initialised before a __syncthreads.

@@ -143,12 +143,9 @@ DEVICE u32 e2m1_magnitude(float value) {
     return float_to_bits(clamped + bits_to_float(magic)) - magic + (binade >> 22) - 254u;
 }
 
-// Largest magnitudes of the lane's four columns of both blocks of a pair, as bits; NaN is largest.
-DEVICE u32 largest_bits(float a, float b, float c, float d) {
-    const u32 x = float_to_bits(a) & 0x7fffffffu, y = float_to_bits(b) & 0x7fffffffu;
-    const u32 z = float_to_bits(c) & 0x7fffffffu, w = float_to_bits(d) & 0x7fffffffu;
-    const u32 first = x > y ? x : y, second = z > w ? z : w;
-    return first > second ? first : second;
+// Largest magnitude of four numbers; NaN if one is.
+DEVICE float largest_of(float a, float b, float c, float d) {
+    return larger_magnitude(larger_magnitude(a, b), larger_magnitude(c, d));
 }
 DEVICE u32 quad_max(u32 bits) {
 #pragma unroll
@@ -168,7 +165,8 @@ DEVICE u32 encode_nvfp4(const float (&s)[8], int tile_field, u32& scales) {
     const float inverse_tile = broken ? 0.f : power_of_two(254 - tile_field);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const u32 largest = quad_max(largest_bits(s[4 * half], s[4 * half + 1], s[4 * half + 2], s[4 * half + 3]));
+        const u32 largest = quad_max(
+            float_to_bits(largest_of(s[4 * half], s[4 * half + 1], s[4 * half + 2], s[4 * half + 3])));
         const float filled = multiply(multiply(bits_to_float(largest), inverse_tile), 1.f / 6.f);
         const u32 code = broken ? 1u : float_to_e4m3(fmaxf(filled, 0x1p-9f));
         scales |= code << 8 * half;
@@ -346,7 +344,7 @@ DEVICE void fold_rows(FoldedState<Values>& folded, u32* row_max, const StateRows
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll 1
     for (int m = 0; m < M_TILES; m++) {
-        u32 largest[2] = {0, 0};
+        float largest[2] = {0.f, 0.f};
         folded.begin(m);
 #pragma unroll 1
         for (int pair = 0; pair < PAIRS; pair++) {
@@ -357,14 +355,13 @@ DEVICE void fold_rows(FoldedState<Values>& folded, u32* row_max, const StateRows
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const float(&v)[8] = s[half];
-                const u32 low = largest_bits(v[0], v[1], v[2], v[3]), high = largest_bits(v[4], v[5], v[6], v[7]);
-                const u32 both = low > high ? low : high;
-                largest[half] = both > largest[half] ? both : largest[half];
+                const float low = largest_of(v[0], v[1], v[2], v[3]), high = largest_of(v[4], v[5], v[6], v[7]);
+                largest[half] = larger_magnitude(largest[half], larger_magnitude(low, high));
             }
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const u32 all = quad_max(largest[half]);
+            const u32 all = quad_max(float_to_bits(largest[half]));
             if (t == 0) row_max[16 * m + 8 * half + g] = all;
         }
     }
@@ -410,12 +407,12 @@ DEVICE void store_staged_tile(const float* stage, u32* row_max, const StateRows&
 // -------------------------------------------------------------------------------------------------- readout tile
 
 // Copies of the block's readout rows to shared memory. `from`: of the block's first row.
-DEVICE void readout_copy_start(unsigned char* tile, const StateRows& from, u64* barriers) {
+DEVICE void readout_copy_start(unsigned char* tile, const StateRows& from, u64* barrier) {
 #if BULK_COPY
     if constexpr (NVFP4) {
         if (threadIdx.x != THREADS - 32) return;
-        bulk_copy_start(tile, from.codes, CTA_STATE_ROWS * CODE_BYTES, barriers);
-        bulk_copy_start(tile + CODES_SIZE, from.scales, CTA_STATE_ROWS * SCALE_BYTES, barriers + 1);
+        bulk_copies_start(tile, from.codes, CTA_STATE_ROWS * CODE_BYTES, tile + CODES_SIZE, from.scales,
+                          CTA_STATE_ROWS * SCALE_BYTES, barrier);
         return;
     }
 #endif
@@ -427,9 +424,9 @@ DEVICE void readout_copy_start(unsigned char* tile, const StateRows& from, u64* 
             copy_async_16(tile + CODES_SIZE + i * 16, from.scales + i * 16, true);
 }
 // Call after a __syncthreads that follows readout_copy_start and copy_async_wait.
-DEVICE void readout_copy_wait(u64* barriers) {
+DEVICE void readout_copy_wait(u64* barrier) {
 #if BULK_COPY
-    if constexpr (NVFP4) bulk_copy_wait(barriers), bulk_copy_wait(barriers + 1);
+    if constexpr (NVFP4) bulk_copy_wait(barrier);
 #endif
 }
 // A warp's own rows again, after it has written them; `tile` is the block's, `row` the warp's first row in it.
@@ -444,9 +441,69 @@ DEVICE void readout_copy_again(unsigned char* tile, int row, const StateRows& fr
 
 // --------------------------------------------------------------------------------------------- products with it
 
+// Looking ahead, as in replay.cuh: the last warp asks for the later row's ring rows of the whole block, sector by sector,
+// each lane for some. `width` elements from `ring` on, `stride` apart for neighbouring tokens.
+template <int WIDTH>
+DEVICE void prefetch_rows(const LaterRow& later, int checkpoint_position, const u16* ring, int stride) {
+    constexpr int SECTORS = (WIDTH + 15) / 16;  // of 32 bytes
+    const int history = later.seq_len - checkpoint_position;
+    if (checkpoint_position < 0 || history > MAX_HISTORY) return;
+    const int first_entry = checkpoint_position % RING_LEN;
+#pragma unroll
+    for (int n = 0; n < (MAX_HISTORY * SECTORS + 31) / 32; n++) {
+        const u32 i = n * 32 + threadIdx.x % 32, token = i / SECTORS;
+        if ((int)token < history) prefetch_sector(ring + (wrapped(first_entry + token) * stride + i % SECTORS * 16));
+    }
+}
+
+// Copies `width` elements of a history's tokens to rows of shared memory, KEY_STRIDE or OWN_STRIDE elements apart, and
+// zeros the rows from `zeros` on; rows between the history and `zeros` are left alone. `count` threads share the work.
+// ring: of the slot, at its first element to be copied.
+template <int WIDTH, int TO_STRIDE, int FROM_STRIDE, int COUNT>
+DEVICE void stage_history(u16* to, const u16* ring, int first_entry, int history, int zeros, u32 thread) {
+    constexpr u32 CHUNKS = WIDTH / 8;
+    if constexpr (COUNT % CHUNKS == 0) {
+        constexpr u32 STEP = COUNT / CHUNKS;
+        const u32 k0 = thread / CHUNKS, offset = thread % CHUNKS * 8;
+        u16* at = to + (k0 * TO_STRIDE + offset);
+        const u16* from = computed(ring + offset);
+#pragma unroll
+        for (u32 n = 0; n < (TOKEN_ROWS + STEP - 1) / STEP; n++) {
+            const int k = (int)(k0 + n * STEP);
+            if (TOKEN_ROWS % STEP && k >= TOKEN_ROWS) break;
+            const bool valid = k < history;
+            const int entry = wrapped(first_entry + (valid ? k : 0));
+            if (valid || k >= zeros) copy_async_16(at + n * STEP * TO_STRIDE, from + entry * FROM_STRIDE, valid);
+        }
+    } else {
+#pragma unroll
+        for (u32 n = 0; n < (TOKEN_ROWS * CHUNKS + COUNT - 1) / COUNT; n++) {
+            const u32 i = n * COUNT + thread, k = i / CHUNKS, offset = i % CHUNKS * 8;
+            if (TOKEN_ROWS * CHUNKS % COUNT && k >= TOKEN_ROWS) break;
+            const bool valid = (int)k < history;
+            const int entry = wrapped(first_entry + (valid ? (int)k : 0));
+            if (valid || (int)k >= zeros)
+                copy_async_16(to + (k * TO_STRIDE + offset), ring + (entry * FROM_STRIDE + (int)offset), valid);
+        }
+    }
+}
+
+// body(row, offset) for chunks of 8 of `length` rows of WIDTH elements, at most MAX_WINDOW rows.
+template <int WIDTH, int COUNT, class Body>
+DEVICE void for_window_chunks(int length, u32 thread, const Body& body) {
+    constexpr u32 CHUNKS = WIDTH / 8;
+#pragma unroll
+    for (u32 n = 0; n < (MAX_WINDOW * CHUNKS + COUNT - 1) / COUNT; n++) {
+        const u32 i = n * COUNT + thread, w = i / CHUNKS;
+        if ((int)w < length) body((int)w, (int)(i % CHUNKS * 8));
+    }
+}
+
 // Rows of queries (C, or q and k) in fp16, scaled so that the largest of a row lies in [2^14, 2^15), and in `unit` what
-// undoes that and READOUT_EXPONENT. A warp converts a row of COLUMNS activations. (PLAIN_QUERIES: copies it.)
-DEVICE void halve_row(u16* half, float* unit, const activation_t* from) {
+// undoes that and READOUT_EXPONENT. A warp converts a row of COLUMNS activations (PLAIN_QUERIES: copies it)
+// and, if KEEP, leaves them in `kept` too.
+template <bool KEEP>
+DEVICE void halve_row(u16* half, float* unit, const activation_t* from, activation_t* kept = nullptr) {
     const int lane = threadIdx.x % 32;
     constexpr int WORDS = COLUMNS / 2, COUNT = (WORDS + 31) / 32;
     u32 words[COUNT], largest = 0;
@@ -457,6 +514,7 @@ DEVICE void halve_row(u16* half, float* unit, const activation_t* from) {
         const u32 high = float_to_bits(activation_high(words[n])) & 0x7fffffffu;
         const u32 both = low > high ? low : high;
         largest = both > largest ? both : largest;
+        if (KEEP && n * 32 + lane < WORDS) ((u32*)kept)[n * 32 + lane] = words[n];
     }
     if constexpr (PLAIN_QUERIES) {
 #pragma unroll
@@ -529,9 +587,10 @@ struct BlockScales {
 
 // The lane's columns of a row of queries in fp16, as the second operand of every step.
 DEVICE void load_query(const u16* row, u32 (&query)[STEPS][2]) {
+    row += threadIdx.x % 4 * 4;
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-        const uint2 v = *(const uint2*)(row + 16 * step + threadIdx.x % 4 * 4);
+        const uint2 v = *(const uint2*)(row + 16 * step);
         query[step][0] = v.x, query[step][1] = v.y;
     }
 }
@@ -552,7 +611,7 @@ DEVICE void dot_readout(float (&product)[TILES][4], const unsigned char* codes, 
         BlockScales block_scales[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            load_words(codes + half * 8 * CODE_STRIDE + 4 * PAIRS * t, words[half]);
+            load_words(codes + 4 * PAIRS * t + half * 8 * CODE_STRIDE, words[half]);
             block_scales[half].load(scales + half * 8 * SCALE_BYTES);
         }
 #pragma unroll
@@ -560,11 +619,12 @@ DEVICE void dot_readout(float (&product)[TILES][4], const unsigned char* codes, 
             u32 a[4], b[4];
             widen_codes(words[0][pair], a);
             widen_codes(words[1][pair], b);
-            const u32 first = block_scales[0].pair(pair), second = block_scales[1].pair(pair);
+            float first[2], second[2];
+            widen_fp16(first[0], first[1], block_scales[0].pair(pair));
+            widen_fp16(second[0], second[1], block_scales[1].pair(pair));
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float scale0 = fp16_to_float((u16)(i ? first >> 16 : first & 0xffffu));
-                const float scale1 = fp16_to_float((u16)(i ? second >> 16 : second & 0xffffu));
+                const float scale0 = first[i], scale1 = second[i];
 #pragma unroll
                 for (int n = 0; n < TILES; n++) {
                     float d[4] = {0.f, 0.f, 0.f, 0.f};

@@ -25,6 +25,9 @@ DEVICE float e4m3_scale(unsigned char field) {
 }
 // Nearest e4m3 number, ties to even, of a value below 464; subnormals are multiples of 2^-9.
 DEVICE u32 float_to_e4m3(float value) {
+#if HARDWARE_E4M3
+    return convert_e4m3(value);
+#endif
     const u32 bits = float_to_bits(value), magnitude = bits & 0x7fffffffu;
     const u32 normal = (magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) - (120u << 23);
     const u32 subnormal = float_to_bits(bits_to_float(magnitude) + 16384.f) - float_to_bits(16384.f);
@@ -87,6 +90,7 @@ DEVICE float round_stochastic(float value, u32 random) {
     const float down = WIDE ? 1.f : BYTE ? 0x1p-120f : 0x1p-112f, up = WIDE ? 1.f : BYTE ? 0x1p120f : 0x1p112f;
     const u32 addend = WIDE ? random : BYTE ? random << 4 | 8u : random >> 3;
     const u32 cut = WIDE ? 0xffff0000u : BYTE ? 0xfff00000u : 0xffffe000u;
-    const float rounded = bits_to_float((float_to_bits(value * down) + addend) & cut) * up;
-    return value == value ? rounded : value;
+    // A NaN may have all bits set, to which nothing can be added.
+    const int scaled = (int)float_to_bits(value * down), limit = (int)(cut & 0x7fffffffu);
+    return bits_to_float(((u32)(scaled < limit ? scaled : limit) + addend) & cut) * up;
 }

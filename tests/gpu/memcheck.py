@@ -18,6 +18,16 @@ CASES = [
     (Mamba2Geometry(2, 64, 128, 1), ReplaySettings(buffer_len=0, max_window=2)),
     (GdnGeometry(1, 2, 128, 64), ReplaySettings(buffer_len=0, max_window=2)),
     (ConvGeometry(1048, 4), ReplaySettings(max_window=2)),
+    (
+        Mamba2Geometry(4, 80, 128, 1),
+        ReplaySettings(max_window=2, state_dtype="float16", state_rounding="stochastic", readout_dtype="nvfp4"),
+    ),
+    (Mamba2Geometry(3, 40, 64, 1), ReplaySettings(max_window=5, state_dtype="float8", state_rounding="stochastic")),
+    (
+        GdnGeometry(1, 2, 64, 40),
+        ReplaySettings(buffer_len=8, max_window=3, state_dtype="float8", readout_dtype="nvfp4"),
+    ),
+    (GdnGeometry(1, 4, 128, 128), ReplaySettings(state_dtype="float16", readout_dtype="float8")),
 ]
 
 if __name__ == "__main__":

@@ -213,6 +213,11 @@ DEVICE void bulk_copy_start(void* shared, const void* global, u32 bytes, u64* ba
     if (bytes % 16 || (uintptr_t)global % 16) { std::fprintf(stderr, "emulation: bad bulk copy\n"); std::abort(); }
     emulation::bulk.push_back({shared, global, bytes, barrier});
 }
+DEVICE void bulk_copies_start(void* first, const void* from, u32 bytes, void* second, const void* from_second,
+                              u32 bytes_second, u64* barrier) {
+    bulk_copy_start(first, from, bytes, barrier);
+    bulk_copy_start(second, from_second, bytes_second, barrier);
+}
 DEVICE void bulk_copy_wait(u64* barrier) {
     for (emulation::BulkCopy& copy : emulation::bulk)
         if (copy.barrier == barrier && copy.to) {
@@ -291,6 +296,13 @@ DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, floa
     });
 }
 
+DEVICE float larger_magnitude(float a, float b) {
+    a = std::fabs(a), b = std::fabs(b);
+    return a != a ? a : b != b ? b : a > b ? a : b;
+}
+DEVICE void widen_fp16(float& low, float& high, u32 pair) {
+    low = fp16_to_float((u16)pair), high = fp16_to_float((u16)(pair >> 16));
+}
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
     const u64 both = (u64)b << 32 | a;
     u32 result = 0;
