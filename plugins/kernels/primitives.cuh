@@ -240,3 +240,20 @@ DEVICE void sync_group(int barrier, int threads) {
 }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void atomic_or(int* address, int value) { atomicOr(address, value); }
+
+#ifdef DISTURB
+// For tests of memory order: blocks take each other's places and start after different delays.
+struct Place {
+    u32 x, y, z;
+};
+DEVICE Place disturbed_place() {
+    const u64 place = ((u64)(blockIdx.y * gridDim.x + blockIdx.x) * 1000003u + DISTURB) % (gridDim.x * gridDim.y);
+    return {(u32)(place % gridDim.x), (u32)(place / gridDim.x), blockIdx.z};
+}
+DEVICE void disturb() {
+    for (u32 wait = (blockIdx.y * gridDim.x + blockIdx.x + DISTURB) * 2654435761u >> 28; wait; wait--) __nanosleep(2000);
+}
+#define blockIdx disturbed_place()
+#else
+DEVICE void disturb() {}
+#endif

@@ -45,6 +45,7 @@ struct Block {
 };
 
 DEVICE Block this_block() {
+    disturb();
     const int head = (int)blockIdx.x / CTAS_PER_HEAD, part = (int)blockIdx.x % CTAS_PER_HEAD;
     return {head,
             head / HEADS_PER_GROUP,
