@@ -66,6 +66,7 @@ class BuildOptions:
         they have more or the engine is serial-exact: there the pair's 2^-17 would be the largest error.
     alias: of the tensorrt target: whether TensorRT is told that plugins update state in place, or only both names are
         bound to one address.
+    prefill_plan: of the tensorrt target: prompts run by a second plan, with chunked kernels and the weights once more.
     The other fields are those of `Limits` and `ReplaySettings`.
     """
 
@@ -80,6 +81,7 @@ class BuildOptions:
     u_format: str | None = None
     serial_exact: bool = False
     alias: str = "declared"
+    prefill_plan: bool = False
     state_rounding: str = "nearest"
     rounding_seed: int = 0
     u_source: str = "readout"
@@ -133,8 +135,8 @@ def build_engine(
     """
     options = options or BuildOptions()
     _check_target(options.target)
-    if options.alias != "declared" and options.target != "tensorrt":
-        raise ValueError(f"alias {options.alias!r} is a choice of the tensorrt target, not of {options.target}")
+    if options.target != "tensorrt" and (options.alias != "declared" or options.prefill_plan):
+        raise ValueError(f"alias and prefill_plan are choices of the tensorrt target, not of {options.target}")
     require_apart(Path(checkpoint), Path(output))
     opened = Checkpoint.open(checkpoint)
     config = opened.config
@@ -148,7 +150,9 @@ def build_engine(
         total = sum(recipe.nbytes for recipe in plan.values())
         _check_space(directory, total, Path(output).parent)
         _copy_files(Path(checkpoint), directory)
-        more = {"alias": options.alias} if options.target == "tensorrt" else {}
+        more = {}
+        if options.target == "tensorrt":
+            more = {"alias": options.alias, "prefill_plan": options.prefill_plan}
         kernels = TARGETS[options.target](
             directory, networks, plan, opened.tensor, _cumulative(progress, total), limits, replay, **more
         )

@@ -1,8 +1,9 @@
 """The operators as quickly deployable TensorRT plugins whose kernels are embedded ahead of time.
 
 A plan that was built with them needs neither Python nor a plugin library: it holds the PTX of the same sources that
-`plugins.launch` runs. One kernel per operator serves decode, verify and prefill rows alike, so one plan serves all
-phases and its weights exist once.
+`plugins.launch` runs. A plugin is one kernel. The window kernels serve decode, verify and prefill rows alike, so one
+plan can serve all phases and its weights exist once; they walk prefill rows token by token. A plan of prefill rows
+alone embeds the chunked prefill kernels instead, at the price of a second copy of the weights.
 
 State parts and the error flag are network inputs with an output each, both bound to one address; the outputs are
 declared as aliases, or, with alias "bound", TensorRT is not told. It allows one alias per tensor, so every stateful
@@ -41,6 +42,7 @@ from replayssm.plugins.contract import (
 )
 from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError
 from replayssm.plugins.nvrtc import compile_kernel, kernel_source
+from replayssm.plugins.prefill_geometry import prefill_config
 
 MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
 OLDEST_VERSIONS = {"tensorrt": (10, 13), "tensorrt-rtx": (1, 5)}
@@ -108,6 +110,7 @@ class PluginSpec:
 
     arch: compute capability (major * 10 + minor) of the GPU that the plan is for. slots: of every state tensor.
     layer: the launch scalar of recurrent layers. query_heads, scale: of attention. alias: one of ALIASES.
+    prefill: of recurrent layers in a plan whose rows are all longer than max_window.
     """
 
     geometry: Geometry
@@ -118,6 +121,7 @@ class PluginSpec:
     query_heads: int = 0
     scale: float = 0.0
     alias: str = "declared"
+    prefill: bool = False
 
     def to_json(self) -> str:
         fields = {**vars(self), "geometry": geometry_to_json(self.geometry), "settings": vars(self.settings)}
@@ -203,7 +207,8 @@ def kernel_config(spec: PluginSpec) -> KernelConfig:
         return geo.conv_config(spec.geometry, settings, True, settings.activation_dtype)
     if spec.operator == "attention_window":
         return geo.attention_config(spec.geometry, settings, spec.query_heads, embedded=True)
-    return geo.window_config(spec.geometry, settings, spec.arch, embedded=True)
+    make = prefill_config if spec.prefill else geo.window_config
+    return make(spec.geometry, settings, spec.arch, embedded=True)
 
 
 def ptx(spec: PluginSpec) -> bytes:
@@ -230,7 +235,7 @@ def scalars(spec: PluginSpec, tokens: Any, rows: Any) -> list[Any]:
     """
     g, settings = spec.geometry, spec.settings
     strides = [prod(part.shape) for part in state_parts(g, settings)]
-    # A plugin embeds no prefill kernel, so its window kernel walks prefill rows itself.
+    # The last 0: no prefill kernel follows, so a window kernel walks prefill rows itself.
     first, layer = [tokens, spec.slots, settings.max_seq_len], [spec.layer, *settings.rounding_scalars, 0]
     if spec.operator == "mamba2_window":
         groups = g.ngroups * g.dstate

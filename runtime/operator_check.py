@@ -191,7 +191,7 @@ def _check_operator(
     emulate = not runtime.description.get("unpacked")
     oracle = Executor(network, weights, reference, runtime.device, emulate_activation_quantization=emulate)
     plan = runtime.executor(network, ours, weights)
-    calls = Calls(settings, slots, runtime.max_tokens, seed)
+    calls = Calls(settings, slots, plan.max_tokens, seed)
     dtype = settings.activation_dtype
     bound = SAFETY * operator_error(dtype, quantized_activations(network))
     count = 2 * (settings.buffer_len + settings.max_window) if ours else STATELESS_CALLS

@@ -17,7 +17,7 @@ from replayssm.plugins.manifest import EngineDirectoryError
 from replayssm.plugins.network import Network
 from replayssm.plugins.tensorrt_ops import OUTPUT_SUFFIX
 from replayssm.runtime.engine import Engine
-from replayssm.runtime.plans import Plan, PlanExecutor
+from replayssm.runtime.plans import Plan, SegmentExecutor
 from replayssm.runtime.session import DraftRow, Row, Session
 
 Tensor = torch.Tensor
@@ -162,13 +162,14 @@ class PlanCheck:
         """Whether anything but its plugin touches a state tensor inside a plan."""
         tensors, copies = 0, []
         for executor in self.session.executors.values():
-            if not isinstance(executor, PlanExecutor):
+            if isinstance(executor, SegmentExecutor):
                 return Finding("aliasing", None, "plans between kernels hold no state")
-            layers = executor.plan.layers()
-            if any(isinstance(layer, str) for layer in layers):
-                return Finding("aliasing", None, "the plan does not describe its layers: build it again")
-            tensors += len(executor.aliases)
-            copies += state_copies(layers, executor.aliases)
+            for phase in executor.phases:
+                layers = phase.plan.layers()
+                if any(isinstance(layer, str) for layer in layers):
+                    return Finding("aliasing", None, "a plan does not describe its layers: build it again")
+                tensors += len(phase.aliases)
+                copies += state_copies(layers, phase.aliases)
         mode = self.session.executors["main"].runtime.description.get("alias")
         measured = {"alias": mode, "tensors": tensors, "copies": copies}
         if copies:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,69 +26,14 @@ from replayssm.plugins.tensorrt_ops import OUTPUT_SUFFIX, PLANS_FILE, PLANS_VERS
 from replayssm.runtime.errors import InferenceError
 from replayssm.runtime.executor import STATEFUL_OPERATORS
 from replayssm.runtime.functional_ops import OPERATORS, attribute_dtypes
+from replayssm.runtime.plan_calls import Bucket, choose_bucket, max_tokens, row_groups, run_in_parts
 
 Tensor = torch.Tensor
 
 PLAN_DEVICE = "cuda"
 """Type of the device that plans run on."""
 
-PREFILL = "prefill"
-SMALLEST_PREFILL = 16
-CALL_ROWS = (*tensorrt_ops.ROWS, "logits_indices")
-"""Inputs of a call that hold no token each."""
-
 _PADDING = {"state_batch_indices": PAD_SLOT_ID}
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Sizes that a context is made for: the index of a profile, and T, R and B."""
-
-    profile: int
-    sizes: tuple[tuple[str, int], ...]
-
-    def shape(self, shape: Sequence[int | str]) -> tuple[int, ...]:
-        sizes = dict(self.sizes)
-        return tuple(sizes[size] if isinstance(size, str) else size for size in shape)
-
-
-def choose_bucket(profiles: Sequence[Mapping[str, Any]], sizes: Mapping[str, int]) -> Bucket:
-    """The bucket of the first profile that holds `sizes`. Raises ValueError if none does.
-
-    Decode and verify buckets are whole batches of a power of two, or the largest batch: B rows, with as many tokens
-    and wanted logits as B windows have. Prefill buckets have all rows, because a padding row costs nothing, and T a
-    power of two. That is some thirty contexts at most, and padding below one half.
-    """
-    for index, profile in enumerate(profiles):
-        limits = {symbol: tuple(values) for symbol, values in profile["sizes"].items()}
-        if any(size > limits[symbol][2] for symbol, size in sizes.items()):
-            continue
-        if profile["name"] == PREFILL:
-            _, most_likely, most = limits["R"]
-            tokens = min(max(SMALLEST_PREFILL, _power_of_two(sizes["T"])), limits["T"][2])
-            wanted = most_likely if sizes["R"] <= most_likely else most
-            found = {"T": tokens, "R": wanted, "B": limits["B"][2]}
-        else:
-            batch = limits["B"][2]
-            window = {symbol: limits[symbol][2] // batch for symbol in sizes}
-            rows = max(-(-size // window[symbol]) for symbol, size in sizes.items())
-            rows = min(_power_of_two(rows), batch)
-            found = {symbol: rows * window[symbol] for symbol in sizes}
-        return Bucket(index, tuple(found.items()))
-    most = max_tokens(profiles)
-    raise ValueError(
-        f"{sizes['T']} tokens in {sizes['B']} rows with {sizes['R']} wanted logits do not fit the plans, which hold "
-        f"{most} tokens: run shorter windows, or build the engine with a larger --max-batch-size"
-    )
-
-
-def max_tokens(profiles: Sequence[Mapping[str, Any]]) -> int:
-    """Tokens of the largest call."""
-    return max(profile["sizes"]["T"][2] for profile in profiles)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(0, size - 1).bit_length()
 
 
 class PlanRuntime:
@@ -109,22 +53,24 @@ class PlanRuntime:
         self._check_device()
         self._logger = _logger(self.module)
         self._runtime = self.module.Runtime(self._logger)
-        self.plans = {file: self._load(file) for file in self._files()}
+        self.plans = {file: self._load(file, profiles) for file, profiles in self._files().items()}
         size = max((plan.engine.device_memory_size_v2 for plan in self.plans.values()), default=0)
         self.scratch = torch.empty(max(size, 256), dtype=torch.uint8, device=device)
 
     def executor(
         self, network: Network, states: Mapping[str, LayerState], weights: Mapping[str, Tensor]
-    ) -> PlanExecutor | SegmentExecutor:
-        """What runs `network`: its one plan, or its segments with the operators of `plugins` between them."""
+    ) -> PlanExecutor | PhaseExecutor | SegmentExecutor:
+        """What runs `network`: its one plan, one for windows and one for prefill rows, or its segments with the
+        operators of `plugins` between them."""
         described = self.description["networks"][network.name]
         if isinstance(described, list):
             return SegmentExecutor(self, network, described, states, weights)
-        return PlanExecutor(self, network, described, states)
-
-    @property
-    def max_tokens(self) -> int:
-        return max_tokens(self.profiles)
+        window = PlanExecutor(self, network, described["file"], described["aliases"], states)
+        if "prefill_file" not in described:
+            return window
+        prefill = PlanExecutor(self, network, described["prefill_file"], described["aliases"], states)
+        settings = next((state.settings for state in states.values()), None)
+        return PhaseExecutor(window, prefill, settings.max_window if settings else 1)
 
     @property
     def memory(self) -> dict[str, int]:
@@ -168,14 +114,19 @@ class PlanRuntime:
                 f"{major}.{minor}: build the engine on a GPU like the one that runs it"
             )
 
-    def _files(self) -> list[str]:
-        files = []
+    def _files(self) -> dict[str, list[dict[str, Any]]]:
+        """Every plan's file and its profiles."""
+        files: dict[str, list[dict[str, Any]]] = {}
         for described in self.description["networks"].values():
-            steps = described if isinstance(described, list) else [described]
-            files += [step["file"] for step in steps if "file" in step]
+            for step in described if isinstance(described, list) else [described]:
+                split = "prefill_file" in step
+                if "file" in step:
+                    files[step["file"]] = self.profiles[:-1] if split else self.profiles
+                if split:
+                    files[step["prefill_file"]] = self.profiles[-1:]
         return files
 
-    def _load(self, file: str) -> Plan:
+    def _load(self, file: str, profiles: list[dict[str, Any]]) -> Plan:
         path = self.directory / file
         with open(path, "rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as plan:
             engine = self._runtime.deserialize_cuda_engine(plan)
@@ -185,12 +136,12 @@ class PlanRuntime:
                 f"{self.module.__name__} {self.module.__version__} does not take {path}, which {compiler['module']} "
                 f"{compiler['version']} wrote ({self._logger.summary}): build the engine again on this machine"
             )
-        if engine.num_optimization_profiles != len(self.profiles) or engine.num_aux_streams:
+        if engine.num_optimization_profiles != len(profiles) or engine.num_aux_streams:
             raise EngineDirectoryError(
                 f"{path} has {engine.num_optimization_profiles} profiles and {engine.num_aux_streams} auxiliary "
-                f"streams, expected {len(self.profiles)} and none: build the engine again"
+                f"streams, expected {len(profiles)} and none: build the engine again"
             )
-        return Plan(self, path, engine)
+        return Plan(self, path, engine, profiles)
 
 
 def _logger(module: Any) -> Any:
@@ -215,8 +166,8 @@ def _logger(module: Any) -> Any:
 class Plan:
     """One deserialized plan, and its contexts by bucket."""
 
-    def __init__(self, runtime: PlanRuntime, path: Path, engine: Any) -> None:
-        self.runtime, self.path, self.engine = runtime, path, engine
+    def __init__(self, runtime: PlanRuntime, path: Path, engine: Any, profiles: list[dict[str, Any]]) -> None:
+        self.runtime, self.path, self.engine, self.profiles = runtime, path, engine, profiles
         self.contexts: dict[Bucket, Context] = {}
 
     def check(self, inputs: Mapping[str, TensorSpec], outputs: Mapping[str, TensorSpec]) -> None:
@@ -324,8 +275,14 @@ class Context:
 class _Staged:
     """Calls padded to their buckets: what both executors share."""
 
-    def __init__(self, runtime: PlanRuntime, network: Network, states: Mapping[str, LayerState]) -> None:
-        self.runtime, self._network, self._states = runtime, network, states
+    def __init__(
+        self,
+        runtime: PlanRuntime,
+        network: Network,
+        states: Mapping[str, LayerState],
+        profiles: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.runtime, self._network, self._states, self._profiles = runtime, network, states, profiles
         read = {name for node in network.nodes for name in node.inputs} | set(network.outputs.values())
         self._inputs = {name: spec for name, spec in network.inputs.items() if name in read}
         self._outputs = {public: network.spec(name) for public, name in network.outputs.items()}
@@ -334,7 +291,12 @@ class _Staged:
     @property
     def max_tokens(self) -> int:
         """Tokens of the largest call."""
-        return self.runtime.max_tokens
+        return max_tokens(self._profiles)
+
+    @property
+    def leading(self) -> dict[str, str]:
+        """First dimension of every output: "T" or "R"."""
+        return {public: spec.shape[0] for public, spec in self._outputs.items()}
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -343,10 +305,10 @@ class _Staged:
         More tokens than a profile holds run as several calls of whole rows. Raises ValueError for a row of too many.
         """
         if len(inputs["token_ids"]) > self.max_tokens and len(inputs["seq_lens"]) > 1:
-            parts = [self(part) for part in _split_rows(inputs, self.max_tokens)]
-            return {public: torch.cat([part[public] for part in parts]) for public in self._outputs}
+            groups = row_groups(inputs, self.max_tokens)
+            return run_in_parts(inputs, groups, [self] * len(groups), self.leading)
         sizes = {"T": len(inputs["token_ids"]), "R": len(inputs["logits_indices"]), "B": len(inputs["seq_lens"])}
-        bucket = choose_bucket(self.runtime.profiles, sizes)
+        bucket = choose_bucket(self._profiles, sizes)
         outputs = self._run(bucket, self._staged(bucket, inputs))
         # Copies, because the next call of this bucket writes to the same buffers.
         return {public: outputs[public][: sizes[spec.shape[0]]].clone() for public, spec in self._outputs.items()}
@@ -370,42 +332,52 @@ class _Staged:
         raise NotImplementedError
 
 
-def _split_rows(inputs: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
-    """The same rows as calls of at most `most` tokens where no row has more. Waits for the device.
+class PhaseExecutor:
+    """Runs a network that has one plan for windows and one for prefill rows, over the same state.
 
-    Rows lie one after the other, and wanted logits in the order of their tokens, as a session packs them.
+    A mixed call runs its prefill rows by the prefill plan, then the others by the window plan, on one stream. More
+    tokens than windows can have prove that there is a prefill row; otherwise the window plan serves all, as
+    `plugins.launch` does, and nothing waits for the device.
     """
-    groups: list[list[int]] = []
-    tokens = 0
-    lengths = inputs["window_lens"].tolist()
-    for row, length in enumerate(lengths):
-        if not groups or tokens + length > most:
-            groups.append([])
-            tokens = 0
-        groups[-1].append(row)
-        tokens += length
-    parts, start = [], 0
-    for group in groups:
-        rows, stop = slice(group[0], group[-1] + 1), start + sum(lengths[row] for row in group)
-        wanted = inputs["logits_indices"]
-        part = {name: value[start:stop] for name, value in inputs.items() if name not in CALL_ROWS}
-        part |= {name: inputs[name][rows] for name in CALL_ROWS if name in inputs}
-        part["window_starts"] = part["window_starts"] - start
-        part["logits_indices"] = wanted[(wanted >= start) & (wanted < stop)] - start
-        parts.append(part)
-        start = stop
-    return parts
+
+    def __init__(self, window: PlanExecutor, prefill: PlanExecutor, max_window: int) -> None:
+        self.window, self.prefill, self._max_window = window, prefill, max_window
+        self.runtime, self.aliases = window.runtime, window.aliases
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest call."""
+        return self.prefill.max_tokens
+
+    @property
+    def phases(self) -> tuple[PlanExecutor, ...]:
+        return self.window, self.prefill
+
+    @torch.no_grad()
+    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if len(inputs["token_ids"]) <= len(inputs["seq_lens"]) * self._max_window:
+            return self.window(inputs)
+        lengths = inputs["window_lens"].tolist()
+        long = [row for row, length in enumerate(lengths) if length > self._max_window]
+        short = [row for row, length in enumerate(lengths) if length <= self._max_window]
+        if not short:
+            return self.prefill(inputs)
+        return run_in_parts(inputs, (long, short), (self.prefill, self.window), self.window.leading)
 
 
 class PlanExecutor(_Staged):
     """Runs a network that is one plan, its state bound in place."""
 
     def __init__(
-        self, runtime: PlanRuntime, network: Network, described: Mapping[str, Any], states: Mapping[str, LayerState]
+        self,
+        runtime: PlanRuntime,
+        network: Network,
+        file: str,
+        aliases: dict[str, str],
+        states: Mapping[str, LayerState],
     ) -> None:
-        super().__init__(runtime, network, states)
-        self.plan = runtime.plans[described["file"]]
-        self.aliases: dict[str, str] = described["aliases"]
+        self.plan, self.aliases = runtime.plans[file], aliases
+        super().__init__(runtime, network, states, self.plan.profiles)
         specs: dict[str, TensorSpec] = {}
         self.bound: dict[str, Tensor] = {}
         for name, state in states.items():
@@ -423,6 +395,10 @@ class PlanExecutor(_Staged):
         in_place = {name + OUTPUT_SUFFIX: spec for name, spec in specs.items()}
         self.plan.check({**self._inputs, **specs}, {**self._own, **in_place})
         self.plan.check_aliases(self.aliases, runtime.description.get("alias") == "declared")
+
+    @property
+    def phases(self) -> tuple[PlanExecutor, ...]:
+        return (self,)
 
     def _run(self, bucket: Bucket, values: dict[str, Tensor]) -> dict[str, Tensor]:
         addresses = {name: tensor.data_ptr() for name, tensor in {**self.bound, **values}.items()}
@@ -442,7 +418,7 @@ class SegmentExecutor(_Staged):
         states: Mapping[str, LayerState],
         weights: Mapping[str, Tensor],
     ) -> None:
-        super().__init__(runtime, network, states)
+        super().__init__(runtime, network, states, runtime.profiles)
         own = {name for node in network.nodes if node.state is not None for name in node.inputs}
         self._weights = {name: weights[name].to(runtime.device) for name in own if name in network.weights}
         self._steps = [self._step(step) for step in steps]

@@ -56,6 +56,11 @@ from replayssm.scripts.format_options import format_options
     show_default=True,
     help="Target tensorrt: tell it that kernels update state in place, or only bind both names to one address.",
 )
+@click.option(
+    "--prefill-plan",
+    is_flag=True,
+    help="Target tensorrt: a second plan runs prompts, faster, and holds the weights once more.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an engine that exists at the output.")
 def build(checkpoint: Path, output: Path, overwrite: bool, **options) -> None:
     """Build an engine directory from a checkpoint.

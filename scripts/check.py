@@ -126,6 +126,7 @@ def _operators(engine: Any, oracle: Any, session: Any, seed: int) -> Any:
         description.get("alias", "declared"),
         description.get("arch", 0),
         tuple(description.get("unpacked", ())),
+        description.get("prefill_plan", False),
     )
     write = write_plans if manifest.target == "tensorrt" else write_rtx_plans
     networks = isolate(engine.networks)

@@ -57,34 +57,39 @@ def write_tensorrt(
     limits: Limits,
     replay: ReplaySettings,
     alias: str = "declared",
+    prefill_plan: bool = False,
 ) -> dict[str, str]:
     """Write one plan per network and their description below `directory`, for the GPU of this machine.
 
     plan, read, progress: as for the torch target. alias: whether TensorRT knows that state is updated in place.
-    Returns the plugins that are embedded, by operator.
+    prefill_plan: a second plan per network for prefill rows. Returns the plugins that are embedded, by kernel.
     """
     if alias not in ALIASES:
         raise ValueError(f"alias must be one of {', '.join(ALIASES)}, got {alias!r}")
     load_module("tensorrt")
     require_dtype("tensorrt", replay.activation_dtype)
     arch = _build_arch()
-    options = PlanOptions(limits, replay, alias, arch, formats_to_unpack(plan, arch))
+    options = PlanOptions(limits, replay, alias, arch, formats_to_unpack(plan, arch), prefill_plan)
     torch_target.write_networks(directory, networks)
     write_plans(directory, networks, _loader(plan, read), options, _once_per_weight(plan, progress))
-    specs = {spec for network in networks.values() for spec in plugin_specs(network, options).values()}
-    return {spec.operator: tensorrt_ops.plugin_name(spec) for spec in specs}
+    phases = (False, True) if prefill_plan else (False,)
+    specs = [plugin_specs(network, options, phase) for network in networks.values() for phase in phases]
+    every = {spec for found in specs for spec in found.values()}
+    return {tensorrt_ops.kernel_config(spec).kernel: tensorrt_ops.plugin_name(spec) for spec in every}
 
 
 @dataclass(frozen=True)
 class PlanOptions:
     """What plans are built for. arch: compute capability (major * 10 + minor); unpacked: weight formats without
-    products there. The plans of tensorrt-rtx know neither these nor `alias`."""
+    products there; prefill_plan: prefill rows get a plan of their own. The plans of tensorrt-rtx know only `limits` and
+    `replay`."""
 
     limits: Limits
     replay: ReplaySettings
     alias: str = "declared"
     arch: int = 0
     unpacked: tuple[str, ...] = ()
+    prefill_plan: bool = False
 
 
 def write_plans(
@@ -94,25 +99,33 @@ def write_plans(
     options: PlanOptions,
     report: Callable[[set[str], str], None] = lambda weights, plan: None,
 ) -> None:
-    """Write one plan per network and their description below `directory`.
+    """Write one plan per network, or one for windows and one for prefill rows, and their description.
 
     read: engine weight name -> tensor. report: called with the names of a plan's weights and its own.
     """
     module, phases = load_module("tensorrt"), profiles(options.limits)
     call = partial(tensorrt_ops.plugin_call, _plugin_module(module))
-    specs = {name: plugin_specs(network, options) for name, network in networks.items()}
+    kinds = {"file": (phases, False)}
+    if options.prefill_plan:
+        kinds = {"file": (phases[:-1], False), "prefill_file": (phases[-1:], True)}
+    specs = {
+        (name, kind): plugin_specs(network, options, prefill)
+        for name, network in networks.items()
+        for kind, (_, prefill) in kinds.items()
+    }
     (directory / PLANS_FOLDER).mkdir()
-    described = {}
-    for name, network in networks.items():
-        layers = Layers(module, name, options.arch)
-        aliases = emit_network(layers, network, specs[name], read, call, options.unpacked, _positions(options.replay))
-        file = f"{PLANS_FOLDER}/{name}.plan"
-        (directory / file).write_bytes(layers.compile(phases))
+    described: dict[str, dict[str, Any]] = {name: {} for name in networks}
+    for (name, kind), plugins in specs.items():
+        title = name if kind == "file" else f"{name}-prefill"
+        layers, network = Layers(module, title, options.arch), networks[name]
+        aliases = emit_network(layers, network, plugins, read, call, options.unpacked, _positions(options.replay))
+        file = f"{PLANS_FOLDER}/{title}.plan"
+        (directory / file).write_bytes(layers.compile(kinds[kind][0]))
         del layers  # with its weights, before the next plan's are read
-        described[name] = {"file": file, "aliases": aliases}
-        report(set(network.weights), name)
+        described[name] |= {kind: file, "aliases": aliases}
+        report(set(network.weights), title)
     more = {"alias": options.alias, "arch": options.arch, "unpacked": options.unpacked}
-    _describe(directory, module, phases, described, more)
+    _describe(directory, module, phases, described, {**more, "prefill_plan": options.prefill_plan})
 
 
 def _loader(plan: Mapping[str, WeightRecipe], read: Read) -> Read:
@@ -151,8 +164,11 @@ def formats_to_unpack(plan: Mapping[str, WeightRecipe], arch: int) -> tuple[str,
     return tuple(formats)
 
 
-def plugin_specs(network: Network, options: PlanOptions) -> dict[str, PluginSpec]:
-    """What each stateful node's plugin is compiled for, by state name. UnsupportedGeometryError where none fits."""
+def plugin_specs(network: Network, options: PlanOptions, prefill: bool = False) -> dict[str, PluginSpec]:
+    """What each stateful node's plugin is compiled for, by state name. UnsupportedGeometryError where none fits.
+
+    prefill: for the plan of prefill rows alone.
+    """
     specs = {}
     for node in network.nodes:
         if node.state is None:
@@ -163,7 +179,8 @@ def plugin_specs(network: Network, options: PlanOptions) -> dict[str, PluginSpec
             heads, scale = network.spec(node.inputs[0]).shape[1], node.attributes["scale"]
         slots = options.limits.max_batch_size
         sizes = (state.geometry, options.replay, slots, options.arch)
-        spec = PluginSpec(*sizes, state.layer, heads, scale, options.alias)
+        chunked = prefill and node.op in ("mamba2_window", "gdn_window")
+        spec = PluginSpec(*sizes, state.layer, heads, scale, options.alias, chunked)
         tensorrt_ops.kernel_config(spec)
         specs[node.state] = spec
     return specs

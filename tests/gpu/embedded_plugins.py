@@ -43,14 +43,23 @@ def _types(spec: PluginSpec) -> list[str]:
 
 
 class EmbeddedPlugins:
-    """The stateful operators, each call one plugin launch on the current stream. arch: compute capability."""
+    """The stateful operators, each call one plugin launch on the current stream, or with `prefill` two: window rows by
+    the window plugin, prefill rows by the prefill plugin, as an engine with a prefill plan runs them. arch: compute
+    capability."""
 
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
+    def __init__(self, arch: int, prefill: bool = False) -> None:
+        self.arch, self.prefill = arch, prefill
 
     def mamba2_window(self, *arguments):
-        *own, state, _, _, _, _, layer = arguments
-        return self._launch(state, own, arguments[-5:-1], layer=layer)
+        *own, state, seq_lens, starts, lengths, slots, layer = arguments
+        if not self.prefill:
+            return self._launch(state, own, (seq_lens, starts, lengths, slots), layer=layer)
+        long = lengths > state.settings.max_window
+        windows = (seq_lens, starts, lengths.masked_fill(long, 0), slots)
+        prompts = (seq_lens, starts, lengths.masked_fill(~long, 0), slots)
+        y = self._launch(state, own, windows, layer=layer)
+        # Tokens that a launch does not own stay zero.
+        return y + self._launch(state, own, prompts, layer=layer, prefill=True)
 
     gdn_window = mamba2_window
 

@@ -352,6 +352,20 @@ def test_packed_state_makes_another_plugin(trt, operator, formats):
     assert plugin.shared_bytes <= EMBEDDED_SHARED_BYTES
 
 
+@pytest.mark.parametrize("operator", ["mamba2_window", "gdn_window"])
+def test_prefill_rows_have_a_plugin_of_their_own(trt, operator):
+    """Same tensors, same scalars, the chunked kernel within a plugin's shared memory."""
+    window = SPECS[operator]
+    plugin = drive(trt, replace(window, prefill=True), tokens=300, rows=6)
+    assert plugin.kernel == operator.replace("window", "prefill")
+    assert plugin.shared_bytes <= EMBEDDED_SHARED_BYTES
+    assert plugin.scalars == drive(trt, window, tokens=300, rows=6).scalars
+    tensors, outputs = len(window.signature.tensors), len(plugin.output_shapes)
+    expected = ["u64"] * tensors + ["u32"] * len(plugin.scalars) + ["u64"] * outputs
+    assert entry_parameters(plugin.ptx, plugin.kernel) == expected
+    assert "ld.global.nc" not in plugin.ptx
+
+
 def test_state_that_is_bound_without_being_declared(trt):
     """--alias bound: the same plugin without aliases; a runtime binds both names to one address all the same."""
     spec = replace(SPECS["mamba2_window"], alias="bound")

@@ -41,3 +41,19 @@ def test_embedded_kernels_match_the_reference(case: str) -> None:
     steps = Steps(geometry, ReplaySettings(**settings), seed=11, device="cuda:0")
     major, minor = torch.cuda.get_device_capability()
     assert_close(compare(steps, EmbeddedPlugins(10 * major + minor), 12), steps)
+
+
+PREFILL_CASES = {
+    "mamba2-nano": (Mamba2Geometry(12, 80, 128, 2), {"max_window": 5}),
+    "mamba2-super-fp16": (Mamba2Geometry(16, 64, 128, 2), {"max_window": 1, "state_dtype": "float16"}),
+    "gdn": (GdnGeometry(2, 8, 128, 128), {"max_window": 4}),
+}
+
+
+@pytest.mark.parametrize("case", PREFILL_CASES)
+def test_embedded_prefill_kernels_match_the_reference(case: str) -> None:
+    """Prompts of up to 150 tokens in calls that also have windows, padding and idle rows."""
+    geometry, settings = PREFILL_CASES[case]
+    steps = Steps(geometry, ReplaySettings(**settings), seed=12, device="cuda:0", longest_prefill=150)
+    major, minor = torch.cuda.get_device_capability()
+    assert_close(compare(steps, EmbeddedPlugins(10 * major + minor, prefill=True), 9), steps)

@@ -15,7 +15,8 @@ from replayssm.plugins.manifest import EngineDirectoryError, Limits
 from replayssm.plugins.tensorrt_ops import PLANS_FILE
 from replayssm.runtime import plans
 from replayssm.runtime.generation import generate
-from replayssm.runtime.plans import PlanRuntime, choose_bucket
+from replayssm.runtime.plan_calls import choose_bucket, max_tokens
+from replayssm.runtime.plans import PlanRuntime
 from replayssm.runtime.serving import slot_bytes, slots_that_fit, usable_bytes, with_max_seq_len
 from replayssm.runtime.session import Row, Session
 from replayssm.runtime.speculation import MtpDrafter, NgramDrafter
@@ -64,11 +65,13 @@ def test_a_plan_generates_what_the_torch_target_generates(pair, assert_same_toke
     assert all(built.num_aux_streams == 0 for built in module.engines)
 
 
-@pytest.mark.parametrize("alias", ["declared", "bound"])
-@pytest.mark.parametrize("layout", ["nano", "qwen"])
-def test_random_steps_match_the_torch_target(pair, layout, alias):
+@pytest.mark.parametrize(
+    ("layout", "alias", "prefill_plan"),
+    [("nano", "declared", False), ("qwen", "bound", False), ("nano", "bound", True), ("qwen", "declared", True)],
+)
+def test_random_steps_match_the_torch_target(pair, layout, alias, prefill_plan):
     """Rows of every kind and number, windows taken back, no wanted logits at all: outputs of each step, then state."""
-    engine, oracle, module = pair(layout, alias=alias)
+    engine, oracle, module = pair(layout, alias=alias, prefill_plan=prefill_plan)
     generator = random.Random(7)
     ours, reference = Session(engine), Session(oracle)
     slots = [session.allocate() for session in (ours, reference) for _ in range(4)][:4]
@@ -120,6 +123,28 @@ def test_steps_captured_as_graphs_are_the_same(pair, assert_same_tokens):
         assert_same_tokens(oracle, ours.prompt_token_ids, ours.token_ids, plain.token_ids, CLOSE)
 
 
+def test_prefill_rows_run_by_a_plan_of_their_own(plan_engine, monkeypatch):
+    """Two plans a network over one state: the chunked kernels get prefill rows only, and windows never wait."""
+    engine, _ = plan_engine("qwen", prefill_plan=True)
+    assert set(engine.manifest.kernels) >= {"gdn_prefill", "gdn_window", "attention_window"}
+    session = Session(engine)
+    slots = [session.allocate() for _ in range(3)]
+    window, prefill = session.executors["main"].phases
+    runs = []
+
+    def recorded(executor, bucket, values, original=plans.PlanExecutor._run):
+        runs.append(("prefill" if executor is prefill else "window", values["window_lens"].tolist()))
+        return original(executor, bucket, values)
+
+    monkeypatch.setattr(plans.PlanExecutor, "_run", recorded)
+    session.step([Row(slots[0], [1, 2, 3]), Row(slots[1], list(range(40))), Row(slots[2], [7])])
+    session.decode(slots, [4, 5, 6])
+    assert runs == [("prefill", [40, 0, 0, 0]), ("window", [3, 1, 0, 0]), ("window", [1, 1, 1, 0])]
+    sizes = {plan.path.name: plan.engine.num_optimization_profiles for plan in window.runtime.plans.values()}
+    assert sizes == {"main.plan": 2, "main-prefill.plan": 1, "mtp.plan": 2, "mtp-prefill.plan": 1}
+    assert window.bound["layers.0.conv.conv_ring"] is prefill.bound["layers.0.conv.conv_ring"]
+
+
 def test_results_outlive_the_next_call(plan_engine):
     """Drafters keep hidden states, and the next call of a bucket writes to the same buffers."""
     engine, _ = plan_engine("nano")
@@ -137,7 +162,7 @@ def test_results_outlive_the_next_call(plan_engine):
 def test_buckets_hold_the_call_and_are_few(batch, drafts):
     phases = [{"name": p.name, "sizes": p.sizes} for p in profiles(Limits(batch, 4096, drafts))]
     generator, found = random.Random(batch), set()
-    most = plans.max_tokens(phases)
+    most = max_tokens(phases)
     for number in range(4000):
         rows = generator.randint(1, batch)
         tokens = rows if number % 3 == 0 else generator.randint(rows, min(rows * (1 + drafts), most))
@@ -154,15 +179,16 @@ def test_buckets_hold_the_call_and_are_few(batch, drafts):
         choose_bucket(phases, {"T": most + 1, "R": 1, "B": 1})
 
 
-def test_more_tokens_than_a_profile_run_as_several_calls(pair):
+@pytest.mark.parametrize("prefill_plan", [False, True])
+def test_more_tokens_than_a_profile_run_as_several_calls(pair, prefill_plan):
     """Long prompts side by side, as a server's step may have them."""
-    engine, oracle, _ = pair("nano")
+    engine, oracle, _ = pair("nano", prefill_plan=prefill_plan)
     ours, reference = Session(engine), Session(oracle)
     slots = [ours.allocate() for _ in range(4)]
     assert slots == [reference.allocate() for _ in range(4)]
     wanted = ["last", "all", "none", "last"]
     rows = [Row(slot, [(slot + i) % 300 for i in range(120 + 40 * slot)], wanted[slot]) for slot in slots]
-    assert sum(len(row.tokens) for row in rows) > plans.max_tokens(PlanRuntime.describe(engine.directory)["profiles"])
+    assert sum(len(row.tokens) for row in rows) > max_tokens(PlanRuntime.describe(engine.directory)["profiles"])
     got, expected = ours.step(rows), reference.step(rows)
     assert got.logits.shape == expected.logits.shape
     assert (got.logits - expected.logits).abs().max() < CLOSE * expected.logits.abs().max()

@@ -45,3 +45,17 @@ def test_a_server_loop(plan_engine):
     while scheduler.step():
         pass
     assert [len(request.generated) for request in requests] == [4, 4, 4]
+
+
+def test_choices_of_the_target_reach_the_plans(plan_module, tiny_checkpoint, tmp_path):
+    """`build --alias --prefill-plan`, and a refusal where they mean nothing."""
+    place = ("--checkpoint", tiny_checkpoint("nano"), "--max-seq-len", 64)
+    choices = ("--alias", "bound", "--prefill-plan")
+    run("build", *place, "--output", tmp_path / "plans", "--target", "tensorrt", "--dtype", "float16", *choices)
+    described = json.loads((tmp_path / "plans" / "plans.json").read_text())
+    assert (described["alias"], described["prefill_plan"]) == ("bound", True)
+    assert described["networks"]["main"]["prefill_file"] == "plans/main-prefill.plan"
+    result = CliRunner().invoke(main, list(map(str, ("build", *place, "--output", tmp_path / "torch", *choices))))
+    assert result.exit_code == 2
+    assert "alias and prefill_plan are choices of the tensorrt target, not of torch" in result.stderr
+    assert not (tmp_path / "torch").exists()

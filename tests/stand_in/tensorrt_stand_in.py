@@ -309,6 +309,10 @@ def _run_plugin(layer, *values):
     state = LayerState(spec.geometry, spec.settings, parts, flag)
     rows = [named[name] for name in ROWS]
     own = [named[name] for name in operator.inputs]
+    if spec.prefill:
+        # The prefill kernels leave windows, and rows that are no prefill, as they are.
+        idle = rows[2] <= spec.settings.max_window
+        rows[2] = rows[2].masked_fill(idle, 0)
     y = STATEFUL_OPERATORS[spec.operator](state, spec.layer, {"scale": spec.scale}, *own, *rows)
     owned = torch.zeros(y.shape[0], dtype=torch.bool)
     for start, length in zip(rows[1].tolist(), rows[2].tolist(), strict=True):
