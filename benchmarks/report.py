@@ -111,7 +111,7 @@ def decode_lines(lines: list[Line]) -> list[Line]:
 def step_table(lines: list[Line]) -> str:
     rows = []
     for line in decode_lines(lines):
-        if line["variant"] == "plain":
+        if not line["variant"].startswith("replay"):
             continue
         plain = select(lines, **{**condition(line), "variant": "plain"})
         if not plain:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import e2e_decode_speedup as decode
 import e2e_run
 import e2e_spec_decode_throughput as speculation
 import e2e_suite as suite
+import e2e_vllm
 from e2e_model import load_model
 
 from replayssm.builders.config import published, weight_bytes
@@ -137,6 +140,39 @@ def test_bytes_that_a_step_reads(name: str) -> None:
     # Norms and other vectors are kept in fp32 by the engine, in bf16 on disk.
     assert expected <= model.step_weight_bytes < 1.001 * expected
     assert 2 * model.product_elements < model.step_weight_bytes < 2.01 * model.product_elements
+
+
+class FakeVllm:
+    """What benchmarks/e2e_vllm.py uses of vLLM: an LLM that takes no time, and tokens as many as asked for."""
+
+    __version__ = "0.0"
+    made: ClassVar[dict] = {}
+
+    class SamplingParams:
+        def __init__(self, **options) -> None:
+            self.options = options
+
+    class LLM:
+        def __init__(self, model: str, **options) -> None:
+            FakeVllm.made = {**options, "config": json.loads((Path(model) / "config.json").read_text())}
+
+        def generate(self, prompts, params, use_tqdm):
+            count = params.options["max_tokens"] - (params.options["max_tokens"] == FakeVllm.made.get("short"))
+            output = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1] * count)])
+            return [output] * len(prompts)
+
+
+def test_vllm_is_driven_as_documented(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", FakeVllm)
+    options = ["--model", "qwen4b", "--batch-size", "3", "--num-steps", "5", "--device", "cpu"]
+    (line,) = lines(e2e_vllm.main([*options, "--output", str(tmp_path / "out.jsonl")]))
+    assert (line["variant"], line["geometry"], line["batch"], line["random_weights"]) == ("vllm 0.0", "qwen4b", 3, True)
+    assert (FakeVllm.made["load_format"], FakeVllm.made["max_num_seqs"]) == ("dummy", 3)
+    assert FakeVllm.made["config"]["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    llm = FakeVllm.LLM
+    monkeypatch.setattr(FakeVllm, "LLM", lambda **options: (llm(**options), FakeVllm.made.update(short=8))[0])
+    with pytest.raises(RuntimeError, match=r"generated \[7\] tokens instead of 8"):
+        e2e_vllm.main([*options, "--output", str(tmp_path / "out.jsonl")])
 
 
 def test_kernel_records_are_split_by_class_and_launch() -> None:
