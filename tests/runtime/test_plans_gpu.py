@@ -38,19 +38,27 @@ def gpu_engine(tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt", module)
     monkeypatch.setitem(sys.modules, "tensorrt.plugin", module.plugin)
 
-    def make(layout, target):
-        build_engine(tiny_checkpoint(layout), tmp_path / target, BuildOptions(target, **OPTIONS))
+    def make(layout, target, **more):
+        build_engine(tiny_checkpoint(layout), tmp_path / target, BuildOptions(target, **OPTIONS, **more))
         return Engine.load(tmp_path / target)
 
     return make
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("layout", ["nano", "qwen"])
-def test_a_plan_generates_on_the_gpu(gpu_engine, layout, graphs):
+@pytest.mark.parametrize(
+    ("layout", "graphs", "prefill_plan"),
+    [
+        ("nano", False, False),
+        ("nano", True, False),
+        ("nano", False, True),
+        ("qwen", False, False),
+        ("qwen", True, True),
+    ],
+)
+def test_a_plan_generates_on_the_gpu(gpu_engine, layout, graphs, prefill_plan):
     """The tokens of the torch target on the CPU. Logits are of size 1 and fp16 rounds to 2^-11: the two may part where
     the two likeliest tokens lie that close, so most prompts must agree to the end and all at the beginning."""
-    session = Session(gpu_engine(layout, "tensorrt"), device="cuda", graphs=graphs)
+    session = Session(gpu_engine(layout, "tensorrt", prefill_plan=prefill_plan), device="cuda", graphs=graphs)
     oracle = generate(Session(gpu_engine(layout, "torch")), PROMPTS, 12)
     ours = generate(session, PROMPTS, 12, drafter=MtpDrafter(session))
     same = [a.token_ids == b.token_ids for a, b in zip(ours, oracle, strict=True)]
