@@ -20,20 +20,25 @@ from e2e_model import Model, load_model
 from e2e_results import E2eResults, device_of
 from e2e_run import free_memory
 
-LOW = "--also float16:nvfp4:stochastic"
-PLAN = (
-    (decode, "--model nano4b --batch-size 256 --num-steps 256 --warmup-steps 32"),
-    (decode, "--model qwen4b --batch-size 256 --num-steps 256 --warmup-steps 32"),
-    (speculation, "--model qwen4b --batch-size 256 --num-steps 48 --warmup-steps 16 --repeats 1"),
-    (decode, f"--model nano4b --batch-size 256 --num-steps 64 --warmup-steps 16 {LOW}"),
-    (speculation, "--model nano4b --batch-size 256 --num-steps 48 --warmup-steps 16 --repeats 1"),
-    (decode, f"--model qwen4b --batch-size 256 --num-steps 64 --warmup-steps 16 {LOW}"),
-    (decode, "--model qwen4b --batch-size 512 --num-steps 64 --warmup-steps 16"),
-    (decode, "--model qwen4b --batch-size 128 --batch-size 32 --batch-size 1 --num-steps 64 --warmup-steps 16"),
-    (decode, "--model nano4b --batch-size 512 --num-steps 64 --warmup-steps 16"),
-    (decode, "--model nano4b --batch-size 128 --batch-size 32 --batch-size 1 --num-steps 64 --warmup-steps 16"),
-)
-"""(script, options). Each is expected to take some ten to twenty seconds on an H200."""
+LOW = "--num-steps 64 --warmup-steps 16 --also float16:nvfp4:stochastic"
+SHORT = "--num-steps 64 --warmup-steps 16"
+PLANS = {
+    "main": (
+        (decode, "--model nano4b --batch-size 256 --num-steps 128 --warmup-steps 32"),
+        (decode, "--model qwen4b --batch-size 256 --num-steps 128 --warmup-steps 32"),
+        (speculation, "--model qwen4b --batch-size 256 --num-steps 32 --warmup-steps 16 --repeats 1"),
+        (speculation, "--model nano4b --batch-size 256 --num-steps 32 --warmup-steps 16 --repeats 1"),
+        (decode, f"--model nano4b --batch-size 512 --batch-size 128 {SHORT}"),
+        (decode, f"--model qwen4b --batch-size 512 --batch-size 128 {SHORT}"),
+        (decode, f"--model qwen4b --batch-size 1 --batch-size 32 {SHORT}"),
+        (decode, f"--model nano4b --batch-size 1 --batch-size 32 {SHORT}"),
+    ),
+    "low": (
+        (decode, f"--model nano4b --batch-size 256 {LOW}"),
+        (decode, f"--model qwen4b --batch-size 256 {LOW}"),
+    ),
+}
+"""(script, options) of each part. Each is expected to take some ten to twenty seconds on an H200."""
 
 
 def run_one(script, text: str, common: list[str], models: dict[str, Model]) -> None:
@@ -50,12 +55,14 @@ def run_one(script, text: str, common: list[str], models: dict[str, Model]) -> N
         script.measure(models[options.model], batch, options, results)
 
 
-def main(arguments: list[str] | None = None, plan=PLAN) -> int:
+def main(arguments: list[str] | None = None, plan=None) -> int:
     """Returns the number of figures that failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600, help="start no figure after this time; default 600")
+    parser.add_argument("--part", choices=PLANS, help="default: all, one after the other")
     limit, common = parser.parse_known_args(arguments)
     begin, failed, models = time.perf_counter(), 0, {}
+    plan = plan or [one for part in ([limit.part] if limit.part else PLANS) for one in PLANS[part]]
     for script, text in plan:
         spent = time.perf_counter() - begin
         print(f"-- {spent:.0f} s: {script.BENCHMARK} {text}", flush=True)
