@@ -27,7 +27,7 @@ class Plugin:
     launch."""
 
     def __init__(self, spec: PluginSpec, shapes: list[tuple[int, ...]]) -> None:
-        trtp = make_module().plugin
+        self.spec, trtp = spec, make_module().plugin
         name = tensorrt_ops.register(trtp, spec)
         inputs = [trtp.TensorDesc(shape, dtype) for shape, dtype in zip(shapes, _types(spec), strict=True)]
         implement = trtp.implementations[f"{NAMESPACE}::{name}"]
