@@ -2,8 +2,8 @@
 
     python benchmarks/bench_gdn_window.py [--batches 256,64,1] [--windows 1,5] [--formats float32]
 
-Run it where `replayssm` is installed and a GPU is present. Results go to benchmarks/results. Launch geometry is tuned
-at the first batch size; mamba-ssm and flash-linear-attention are measured beside ours if they can be imported.
+Run it where `replayssm` is installed and a GPU is present. Results go to benchmarks/results. mamba-ssm and
+flash-linear-attention are measured beside ours if they can be imported, each at its best launch configuration.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if __name__ == "__main__":
         default="float32,float16,float16:stochastic:nvfp4",
         help="state_dtype, or state_dtype:state_rounding:readout_dtype",
     )
+    parser.add_argument("--tune", action="store_true", help="try all rows per block, to choose the launch tables")
     arguments = parser.parse_args()
     run(
         "gdn_window",
@@ -29,4 +30,5 @@ if __name__ == "__main__":
         [int(value) for value in arguments.batches.split(",")],
         [int(value) for value in arguments.windows.split(",")],
         arguments.formats.split(","),
+        arguments.tune,
     )

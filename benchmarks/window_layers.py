@@ -189,7 +189,7 @@ def measure(
         timing,
         layer.step_bytes(cycle),
         ceiling[kind],
-        op=layer.config.kernel,
+        op=f"{layer.geometry.kind}_window",
         geometry=name,
         batch=batch,
         window=window,
@@ -303,10 +303,12 @@ def run(
     batches: list[int],
     windows: list[int],
     formats: list[str],
+    tune: bool = False,
     directory: Path | None = None,
 ) -> None:
-    """All figures of some geometries, each variant checked first; rows per block are tuned at the first batch size.
+    """All figures of some geometries, each variant checked first.
 
+    tune: try all rows per block at the first batch size and use the fastest, rather than those of the launch tables.
     formats: state_dtype, or state_dtype:state_rounding:readout_dtype. With a readout, ceilings are those of its size;
     the plain baseline keeps fp32.
     """
@@ -330,7 +332,7 @@ def run(
                 plain = ReplaySettings(
                     buffer_len=0, max_window=window, state_dtype="float32" if has_copy else state_dtype
                 )
-                rows = tuned_rows(results, name, settings, batches[0], window, limits[batches[0]])
+                rows = tuned_rows(results, name, settings, batches[0], window, limits[batches[0]]) if tune else None
                 ours_ok = check(name, settings, window, rows)
                 plain_ok = check(name, plain, window)
                 for batch in batches:
