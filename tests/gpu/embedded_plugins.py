@@ -76,7 +76,7 @@ class EmbeddedPlugins:
         return run_plugin(spec, inputs, unowned=0.0)[0]
 
 
-def run_plugin(spec: PluginSpec, inputs: Sequence[torch.Tensor], unowned: float = torch.nan) -> list[torch.Tensor]:
+def run_plugin(spec: PluginSpec, inputs: Sequence[torch.Tensor], unowned: float = torch.nan) -> tuple[torch.Tensor, ...]:
     """A plugin's outputs, state in place. unowned: what the output of tokens that no row owns holds."""
     operator = spec.signature
     # A plan binds packed bytes as INT8.
@@ -88,7 +88,7 @@ def run_plugin(spec: PluginSpec, inputs: Sequence[torch.Tensor], unowned: float 
     in_place = inputs[first : first + len(operator.parts) + 1]
     plugin = _plugin(spec, tuple(tuple(tensor.shape) for tensor in inputs))
     launch_ptx(plugin, [*inputs, *plugin.scalars, out, *in_place])
-    return [out, *in_place]
+    return (out, *in_place)
 
 
 @cache
