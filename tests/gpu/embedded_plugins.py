@@ -76,7 +76,9 @@ class EmbeddedPlugins:
         return run_plugin(spec, inputs, unowned=0.0)[0]
 
 
-def run_plugin(spec: PluginSpec, inputs: Sequence[torch.Tensor], unowned: float = torch.nan) -> tuple[torch.Tensor, ...]:
+def run_plugin(
+    spec: PluginSpec, inputs: Sequence[torch.Tensor], unowned: float = torch.nan
+) -> tuple[torch.Tensor, ...]:
     """A plugin's outputs, state in place. unowned: what the output of tokens that no row owns holds."""
     operator = spec.signature
     # A plan binds packed bytes as INT8.
