@@ -10,7 +10,8 @@ does it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 
 import torch
@@ -30,6 +31,22 @@ from replayssm.plugins.state import LayerState
 
 LIKELY_PROMPT = 128
 """Tokens of a prefill row, as a guess from which the number of prefill rows of a call follows."""
+
+_prefill_rows: bool | None = None
+
+
+@contextmanager
+def prefill_rows(exist: bool) -> Iterator[None]:
+    """Within this context, calls have prefill rows, or have none, as the caller knows from its own lengths.
+
+    With it, every prefill row is computed by the same kernel, and its result does not depend on the rows beside it.
+    """
+    global _prefill_rows
+    before, _prefill_rows = _prefill_rows, exist
+    try:
+        yield
+    finally:
+        _prefill_rows = before
 
 
 def mamba2_window(
@@ -110,12 +127,13 @@ def _launch_window(
 def prefill_kernel(state: LayerState, tokens: int, rows: int, arch: int) -> KernelConfig | None:
     """The prefill kernel of a call, None where the window kernel serves all of its rows.
 
-    Which rows are prefill is known on the device only. More packed tokens than `rows` windows can have prove that one
-    is, so decode and verify steps never pay for a second launch. Prefill rows that share a call with many idle or
-    shorter rows may stay below that and are walked token by token by the window kernel: the same result within
-    rounding, but slowly.
+    Which rows are prefill is known on the device and to callers that say so (`prefill_rows`). Else, more packed tokens
+    than `rows` windows can have prove that one is, so decode and verify steps never pay for a second launch. Prefill
+    rows that share a call with many idle or shorter rows may stay below that and are walked token by token by the
+    window kernel: the same result within rounding, but slowly.
     """
-    if tokens <= rows * state.settings.max_window:
+    exist = tokens > rows * state.settings.max_window if _prefill_rows is None else _prefill_rows
+    if not exist:
         return None
     # A guess that changes the speed only: prompts are long.
     prompts = max(1, min(rows, tokens // LIKELY_PROMPT))
@@ -276,4 +294,5 @@ __all__ = [
     "gdn_window",
     "load_kernel",
     "mamba2_window",
+    "prefill_rows",
 ]

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from replayssm.plugins.launch import prefill_rows
 from replayssm.plugins.network import Network
 from replayssm.plugins.state import LayerState, allocate_state, raise_on_error, torch_dtype
 from replayssm.runtime.cuda_graphs import Chosen, StepGraphs
@@ -152,7 +153,8 @@ class Program:
         }
         if hidden_states is not None:
             inputs["hidden_states"] = hidden_states
-        outputs = self.executor(inputs)
+        with prefill_rows(max(lengths, default=0) > self._max_window):
+            outputs = self.executor(inputs)
         self.check()
         return StepResult(outputs["logits"], outputs["hidden_states"], *spans)
 
