@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -21,7 +19,7 @@ from replayssm.runtime.operator_check import Calls, check_operators, isolate, ra
 from replayssm.runtime.plan_check import PlanCheck, relative_error, state_copies
 from replayssm.runtime.plans import PlanRuntime
 
-SMALL = {"buffer_len": 4, "max_draft_len": 1, "max_batch_size": 2}
+SMALL = {"buffer_len": 4, "max_draft_len": 1, "max_batch_size": 2, "max_seq_len": 120}
 TEXT = [[72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]]
 
 
@@ -41,7 +39,7 @@ def failures(check):
     return {finding.name for finding in check.run() if finding.passed is False}
 
 
-@pytest.mark.parametrize(("layout", "target"), [("qwen_moe", "tensorrt"), ("nano", "tensorrt-rtx")])
+@pytest.mark.parametrize(("layout", "target"), [("qwen", "tensorrt"), ("nano", "tensorrt-rtx")])
 def test_sound_plans_pass(plan_engine, tiny_checkpoint, layout, target):
     engine, _ = plan_engine(layout, target, **SMALL)
     check = PlanCheck(engine, "cpu", oracle_of(engine, tiny_checkpoint(layout)), TEXT)
@@ -179,15 +177,6 @@ def test_random_calls_are_of_every_kind(tiny_engine):
     assert slots == {-1, 0, 1, 2}
     assert {0, 1, 2, 3, 4} <= lengths
     assert max(lengths) > settings.max_window
-
-
-def test_the_check_imports_no_tensorrt():
-    code = (
-        "import sys, replayssm.runtime.plan_check, replayssm.runtime.operator_check, replayssm.scripts.check\n"
-        "print([name for name in sys.modules if name.startswith('tensorrt')])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("module_format", ["w4a16_nvfp4", "nvfp4", "fp8"])

@@ -12,7 +12,7 @@ from replayssm.builders.engine import BuildOptions, build_engine
 from replayssm.runtime import plan_check
 from replayssm.scripts.cli import main
 
-SMALL = {"buffer_len": 4, "max_draft_len": 1, "max_batch_size": 2}
+SMALL = {"buffer_len": 4, "max_draft_len": 1, "max_batch_size": 2, "max_seq_len": 120}
 
 
 @pytest.fixture

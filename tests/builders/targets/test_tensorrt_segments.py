@@ -68,6 +68,7 @@ def test_nothing_imports_tensorrt_before_a_build_asks_for_it():
     """Engines are built and run where it is not installed, and its libraries are large."""
     code = (
         "import sys, replayssm.builders.engine, replayssm.scripts.build, replayssm.runtime.session\n"
+        "import replayssm.scripts.check, replayssm.runtime.plan_check, replayssm.runtime.operator_check\n"
         "print([name for name in sys.modules if name.startswith('tensorrt')])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
