@@ -15,13 +15,14 @@ from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError, r
 READOUTS = {"same": 0, "float8": 1, "nvfp4": 2}
 """READOUT_* of kernels/formats.cuh."""
 
-TABLE: dict[tuple[str, str, int, int], tuple[int, int, int]] = {}
-"""(kernel, readout, rows of a head, window class) -> (rows per warp, warps per block, blocks per multiprocessor)."""
+TABLE: dict[tuple[str, str, int, int], tuple[int, int, int, int]] = {}
+"""(kernel, readout, rows of a head, window class) -> (rows of a part, parts of a warp, warps of a block, blocks per
+multiprocessor)."""
 
 WARPS = 4
 """Warps of a block where the heads of a group allow as many."""
 
-REGISTERS_WANTED = 80
+REGISTERS_WANTED = 96
 """Registers per thread below which the kernels would spill."""
 
 
@@ -36,11 +37,12 @@ def readout_config(
     cta_warps: int | None = None,
     min_ctas: int | None = None,
     ahead_tile: bool = False,
+    parts: int | None = None,
 ) -> KernelConfig:
     """Decode and verify kernel of a layer whose outputs read a copy of the state.
 
-    embedded: restrict shared memory to what a TensorRT plugin may use. cta_rows (rows of a warp), cta_warps, min_ctas,
-    ahead_rows, ahead_tile: overrides, for measurements.
+    embedded: restrict shared memory to what a TensorRT plugin may use. cta_rows (of a part), parts (of a warp),
+    cta_warps, min_ctas, ahead_rows, ahead_tile: overrides, for measurements.
     """
     heads, rows, columns = geometry.state_shape
     kernel = f"{geometry.kind}_readout"
@@ -48,30 +50,35 @@ def readout_config(
         raise UnsupportedGeometryError(f"{kernel} needs state columns in 32s, got {columns}")
     limits = geo.architecture(arch)
     capacity = min(limits.shared_per_block, geo.EMBEDDED_SHARED_BYTES) if embedded else limits.shared_per_block
-    wide = TABLE.get((kernel, settings.readout_dtype, rows, settings.max_window), (None, WARPS, None))
+    tuned = (_default_rows(geometry), 1, WARPS, None)
+    tuned = TABLE.get((kernel, settings.readout_dtype, rows, settings.max_window), tuned)
+    wanted = [override or value for override, value in zip((cta_rows, parts, cta_warps, min_ctas), tuned, strict=True)]
     fitting = [
-        (warps, count)
-        for warps in ([cta_warps] if cta_warps else range(wide[1], 0, -1))
-        for count in sorted(geo.row_candidates(rows, geometry.row_tiles), reverse=True)
-        if count <= (cta_rows or wide[0] or _default_rows(geometry))
-        and (cta_rows in (None, count))
-        and geometry.heads_per_group * (rows // count) % warps == 0
-        and _shared_bytes(kernel, geometry, settings, count, warps) <= capacity
+        (count, several, warps)
+        for several in range(1, wanted[1] + 1 if _fits_half_a_warp(geometry, settings) else 2)
+        for warps in ([cta_warps] if cta_warps else range(1, wanted[2] + 1))
+        for count in geo.row_candidates(rows, geometry.row_tiles)
+        if count <= wanted[0]
+        and cta_rows in (None, count)
+        and parts in (None, several)
+        and geometry.heads_per_group * (rows // count) % (warps * several) == 0
+        and _shared_bytes(kernel, geometry, settings, count, warps, several) <= capacity
     ]
     if not fitting:
         raise UnsupportedGeometryError(
             f"{kernel}: no block of whole row tiles ({geometry.row_tiles} of {rows} x {columns}) fits {capacity} bytes "
             "of shared memory"
         )
-    warps, count = max(fitting, key=lambda one: (one[0], one[1]))
-    shared, threads = _shared_bytes(kernel, geometry, settings, count, warps), 32 * warps
+    # The rows that were asked for matter most, then that few blocks stage the same group.
+    count, several, warps = max(fitting, key=lambda one: (one[2] > 1, one[0], one[1] * one[2], one[2]))
+    shared, threads = _shared_bytes(kernel, geometry, settings, count, warps, several), 32 * warps
     if min_ctas is None:
-        registers = geo.REGISTERS_PER_SM // (threads * REGISTERS_WANTED)
-        min_ctas = max(1, min(wide[2] or registers, limits.shared_per_sm // (shared + 1024), 16))
-    blocks = heads * (rows // count) // warps
+        fewest = wanted[3] or geo.REGISTERS_PER_SM // (threads * REGISTERS_WANTED)
+        min_ctas = max(1, min(fewest, limits.shared_per_sm // (shared + 1024), 16))
+    blocks = heads * (rows // count) // (warps * several)
     if ahead_rows is None:
         row_bytes = columns * 9 // 16 if settings.readout_dtype == "nvfp4" else columns
-        ahead_rows = geo._ahead_rows(limits, min_ctas, blocks, warps * count * row_bytes)
+        ahead_rows = geo._ahead_rows(limits, min_ctas, blocks, warps * several * count * row_bytes)
     defines = {
         **geo.geometry_defines(geometry),
         "ROW_TILES": geometry.row_tiles,
@@ -89,7 +96,9 @@ def readout_config(
         "AHEAD_TILE": int(ahead_tile),
         "SHARED_BYTES": shared,
     }
-    if geometry.kind == "gdn":
+    if geometry.kind == "mamba2":
+        defines["WARP_PARTS"] = several
+    else:
         defines |= {
             "U_PLANES": settings.u_planes[0],
             "U_EXACT": 0,
@@ -98,13 +107,23 @@ def readout_config(
     return KernelConfig(kernel, tuple(sorted(defines.items())), blocks, threads, shared)
 
 
+def _fits_half_a_warp(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings) -> bool:
+    """Whether a warp may serve two parts, each half of its lanes holding one's tokens."""
+    return geometry.kind == "mamba2" and max(settings.buffer_len, settings.max_window) <= 16
+
+
 def _default_rows(geometry: Mamba2Geometry | GdnGeometry) -> int:
     """Rows of a warp: a head of Mamba2; of GDN, whose heads are larger and whose warps do more for each row, less."""
     return 96 if geometry.kind == "mamba2" else 64
 
 
 def _shared_bytes(
-    kernel: str, geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, cta_rows: int, warps: int
+    kernel: str,
+    geometry: Mamba2Geometry | GdnGeometry,
+    settings: ReplaySettings,
+    cta_rows: int,
+    warps: int,
+    parts: int,
 ) -> int:
     """sizeof(Shared) of the kernel, which checks it at compile time."""
     rows, columns = geometry.state_shape[1:]
@@ -113,7 +132,7 @@ def _shared_bytes(
     padded = round_up(cta_rows, 16)
     element = 2 if settings.readout_dtype == "same" and settings.state_dtype != "float8" else 1
     code_stride, scale_bytes = (columns // 2, columns // 16) if nvfp4 else (element * columns + 16, 1)
-    state_rows = warps * cta_rows + 8
+    state_rows = warps * parts * cta_rows + 8
     readout = round_up(state_rows * code_stride, 128) + round_up(state_rows * scale_bytes, 128)
     fold_keys = tokens // 16 * columns // 8 * 512
     stage = rows // geometry.row_tiles * columns * 4
@@ -122,7 +141,7 @@ def _shared_bytes(
     own = (padded + 8) * 2
     row_max = warps * padded * 4
     if geometry.kind == "mamba2":
-        total = tile + tokens * key + 2 * window * key + warps * tokens * own + row_max + window * 4
+        total = tile + tokens * key + 2 * window * key + warps * parts * tokens * own + row_max + window * 4
     else:
         planes, queries, several = settings.u_planes[0], 2 * window, window > 1
         pairs = warps * queries * round_up(window, 8) * 4 if several else 4

@@ -14,14 +14,17 @@
 #include "mamba2_serial.cuh"
 
 constexpr int QUERY_TILES = WINDOW_ROWS / 8;
-constexpr int OWN_SIZE = TOKEN_ROWS * OWN_STRIDE;  // x of a warp
+constexpr int OWN_SIZE = TOKEN_ROWS * OWN_STRIDE;  // x of a part
+// Lanes that hold a part's tokens: a warp serves WARP_PARTS parts one after the other, but their scalars at once.
+constexpr int LANES = 32 / WARP_PARTS;
+static_assert(MAX_HISTORY <= LANES && CTA_TILES <= LANES, "a lane for every token and tile");
 
 struct Shared {
     alignas(128) unsigned char tile[TILE_SIZE];  // readout; in a flush first the fold's keys; states of a prefill row
     alignas(16) activation_t B[TOKEN_ROWS * KEY_STRIDE];
     alignas(16) activation_t C[MAX_WINDOW * KEY_STRIDE];
     alignas(16) u16 half_C[MAX_WINDOW * KEY_STRIDE];
-    alignas(16) activation_t x[WARPS * OWN_SIZE];
+    alignas(16) activation_t x[WARPS * WARP_PARTS * OWN_SIZE];
     u32 row_max[WARPS * M_TILES * 16];
     float unit_C[MAX_WINDOW];
     alignas(8) u64 barrier;
@@ -57,12 +60,12 @@ mamba2_readout(
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
-    const int first_part = (int)blockIdx.x * WARPS, part = first_part + warp;
-    const int head = part / CTAS_PER_HEAD, group = first_part / CTAS_PER_HEAD / HEADS_PER_GROUP;
-    const int first_row = part % CTAS_PER_HEAD * CTA_ROWS, block_row = first_part * CTA_ROWS;
-    const int own_row = part * CTA_ROWS, B_column = group * COLUMNS;  // rows count through all heads
-    const int tile_index = part * CTA_TILES;
-    const bool first_of_group = first_part % (CTAS_PER_HEAD * HEADS_PER_GROUP) == 0, first_of_head = first_row == 0;
+    // A part is CTA_ROWS rows of a head; rows count through all heads. `part` is the one whose scalars the lane holds.
+    const int first_part = (int)blockIdx.x * (WARPS * WARP_PARTS), warp_part = first_part + warp * WARP_PARTS;
+    const int part = warp_part + lane / LANES, token = lane % LANES, head = part / CTAS_PER_HEAD;
+    const int group = first_part / CTAS_PER_HEAD / HEADS_PER_GROUP, B_column = group * COLUMNS;
+    const int block_row = first_part * CTA_ROWS, warp_row = warp_part * CTA_ROWS;
+    const bool first_of_group = first_part % (CTAS_PER_HEAD * HEADS_PER_GROUP) == 0;
 
     // All that is known before the slot, then all that the slot tells: nothing here waits for more than the row's slot.
     const int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
@@ -70,17 +73,16 @@ mamba2_readout(
     const LaterRow later = look_ahead(seq_lens, state_batch_indices, num_slots);
     const bool has_slot = slot >= 0 && slot < num_slots;
     int position_now = 0, later_position = 0;
-    float tile_scale = 1.f;  // lane i: of the warp's tile i
+    float tile_scale = 1.f;  // of the part's tile `token`
     if (has_slot) {
         position_now = position_in[offset_of(slot, position_stride) + first_part * CTA_TILES];
         readout_copy_start(shared.tile, STATE_ROWS(slot).from(block_row), &shared.barrier);
-        if (NVFP4 && lane < CTA_TILES) tile_scale = STATE_ROWS(slot).from(own_row).tile_scales[lane];
+        if (NVFP4 && token < CTA_TILES) tile_scale = STATE_ROWS(slot).tile_scales[part * CTA_TILES + token];
     }
     if (later.exists) later_position = position_in[offset_of(later.slot, position_stride) + first_part * CTA_TILES];
     const float log_A = A_log[head], D_head = D[head], bias = dt_bias[head];
     const Row row = make_row(slot, seq_len, start, window_length, position_now, num_tokens, num_slots, max_seq_len,
                              MAX_HISTORY);
-    activation_t* output = y + own_row;
     if (!row.active || row.length > MAX_WINDOW) {
         copy_async_wait();
         sync_threads();
@@ -88,15 +90,16 @@ mamba2_readout(
         if (!row.active) {
             if (row.error && tid == 0) atomic_or(error_flag, row.error);
             if (!row.in_range) return;
-            for (int i = lane; i < row.length * (CTA_ROWS / 8); i += 32)
-                *(uint4*)(output + (long long)(row.start + i / (CTA_ROWS / 8)) * (HEADS * ROWS) + i % (CTA_ROWS / 8) * 8) =
+            constexpr int CHUNKS = CTA_STATE_ROWS / 8;
+            for (int i = tid; i < row.length * CHUNKS; i += THREADS)
+                *(uint4*)(y + (offset_of(row.start + i / CHUNKS, HEADS * ROWS) + (block_row + i % CHUNKS * 8))) =
                     make_uint4(0, 0, 0, 0);
             return;
         }
         if (skip_prefill) return;
         sync_threads();
         float* stage = (float*)shared.tile;
-        for (int tile = 0; tile < WARPS * CTA_TILES; tile++) {
+        for (int tile = 0; tile < WARPS * WARP_PARTS * CTA_TILES; tile++) {
             // Whole tiles one after the other, all warps on each.
             const int rows_before = block_row + tile * TILE_ROWS, tile_head = rows_before / ROWS;
             const SerialInputs inputs = {
@@ -119,13 +122,13 @@ mamba2_readout(
                               ROUNDING_KEY(tile_head, row.seq_len + row.length));
             sync_threads();
         }
-        if (lane < CTA_TILES)
-            position[(long long)slot * position_stride + tile_index + lane] = row.seq_len + row.length;
+        if (token < CTA_TILES)
+            position[offset_of(slot, position_stride) + part * CTA_TILES + token] = row.seq_len + row.length;
         return;
     }
 
     const int length = row.length;
-    activation_t* own_x = shared.x + warp * OWN_SIZE;
+    activation_t* warp_x = shared.x + warp * (WARP_PARTS * OWN_SIZE);
     int history = row.seq_len - row.checkpoint_position;
     const bool flush = history > 0 && history + length > BUFFER_LEN;
     // What a flush's second half needs is computed again from these: kept through the fold it would cost registers.
@@ -134,31 +137,33 @@ mamba2_readout(
     // Token rows in shared memory: `past` rows of the history from `first_entry` on, `fresh` rows of the window, zeros.
     const auto stage_tokens = [&](int past, int fresh) {
         const int first_entry = (row.seq_len - past) % RING_LEN;
-        activation_t* own_x = shared.x + tid_now / 32 * OWN_SIZE;
+        activation_t* warp_x = shared.x + tid_now / 32 * (WARP_PARTS * OWN_SIZE);
         stage_history<COLUMNS, KEY_STRIDE, GROUPS * COLUMNS, THREADS>(
             shared.B, ring_B_in + (offset_of((int)slot_now, ring_B_stride) + B_column), first_entry, past, past + fresh,
             tid_now);
-        stage_history<CTA_ROWS, OWN_STRIDE, HEADS * ROWS, 32>(
-            own_x, ring_x_in + (offset_of((int)slot_now, ring_x_stride) + own_row), first_entry, past, past + fresh,
-            tid_now % 32);
+#pragma unroll
+        for (int p = 0; p < WARP_PARTS; p++)
+            stage_history<CTA_ROWS, OWN_STRIDE, HEADS * ROWS, 32>(
+                warp_x + p * OWN_SIZE, ring_x_in + (offset_of((int)slot_now, ring_x_stride) + (warp_row + p * CTA_ROWS)),
+                first_entry, past, past + fresh, tid_now % 32);
         for_window_chunks<COLUMNS, THREADS>(fresh, tid_now, [&](int w, int offset) {
             copy_async_16(shared.B + (past + w) * KEY_STRIDE + offset,
                           B + (offset_of((int)start_now + w, B_stride) + (B_column + offset)), true);
         });
-        for_window_chunks<CTA_ROWS, 32>(fresh, tid_now % 32, [&](int w, int offset) {
-            copy_async_16(own_x + (past + w) * OWN_STRIDE + offset,
-                          x + (offset_of((int)start_now + w, x_stride) + (own_row + offset)), true);
+        for_window_chunks<WARP_PARTS * CTA_ROWS, 32>(fresh, tid_now % 32, [&](int w, int offset) {
+            copy_async_16(warp_x + (offset / CTA_ROWS * OWN_SIZE + (past + w) * OWN_STRIDE + offset % CTA_ROWS),
+                          x + (offset_of((int)start_now + w, x_stride) + (warp_row + offset)), true);
         });
     };
     float raw_dt = 0.f, dt_past = 0.f;
-    if (lane < length) raw_dt = activation_to_float(dt[offset_of(start + lane, dt_stride) + head]);
-    if (lane < history)
+    if (token < length) raw_dt = activation_to_float(dt[offset_of(start + token, dt_stride) + head]);
+    if (token < history)
         dt_past = ring_dt_in[offset_of(slot, ring_dt_stride) +
-                             (wrapped(row.checkpoint_position % RING_LEN + lane) * HEADS + head)];
+                             (wrapped(row.checkpoint_position % RING_LEN + token) * HEADS + head)];
     stage_tokens(history, flush ? 0 : length);
     if (flush && row.checkpoint_position > 0)
-        for (int r = lane; r < CTA_ROWS; r += 32)
-            prefetch(STATE_ROWS(slot).checkpoint + (own_row + r) * COLUMNS, COLUMNS * sizeof(state_t));
+        for (int r = lane; r < WARP_PARTS * CTA_ROWS; r += 32)
+            prefetch(STATE_ROWS(slot).checkpoint + (warp_row + r) * COLUMNS, COLUMNS * sizeof(state_t));
     if (later.exists) {
         prefetch_rows<CTA_STATE_ROWS>(later, later_position, ring_x_in + (offset_of(later.slot, ring_x_stride) + block_row),
                                       HEADS * ROWS);
@@ -183,23 +188,23 @@ mamba2_readout(
                         C + (offset_of(start + w, C_stride) + B_column), shared.C + w * KEY_STRIDE);
     }
     const float A = -expf(log_A);
-    const float dt_new = lane < length ? softplus(raw_dt + bias) : 0.f;
-    // Log decays: `suffix` from behind history token `lane` - 1 to the history's end, `prefix` of the window up to token
-    // `lane`. Every sum runs over its own terms: differences of one running sum would cancel.
+    const float dt_new = token < length ? softplus(raw_dt + bias) : 0.f;
+    // Log decays: `suffix` from behind history token `token` - 1 to the history's end, `prefix` of the window up to token
+    // `token`. Every sum runs over its own terms: differences of one running sum would cancel.
     float suffix = A * dt_past, prefix = A * dt_new;
 #pragma unroll
     for (int delta = 1; delta < MAX_HISTORY; delta *= 2) {
         const float after = shuffle_down(suffix, delta);
-        if (lane + delta < 32) suffix += after;
+        if (token + delta < LANES) suffix += after;
     }
 #pragma unroll
     for (int delta = 1; delta < MAX_WINDOW; delta *= 2) {
         const float before = shuffle_up(prefix, delta);
-        if (lane >= delta) prefix += before;
+        if (token >= delta) prefix += before;
     }
-    float total = shuffle_from(suffix, 0);
+    float total = shuffle_from(suffix, lane - token);
     const float behind = shuffle_down(suffix, 1);
-    const float weight = dt_past * decay_of(lane < 31 ? behind : 0.f);  // of history token `lane`, zero beyond it
+    const float weight = dt_past * decay_of(token < LANES - 1 ? behind : 0.f);  // of history token `token`, zero beyond
     copy_async_wait();
     sync_threads();
     readout_copy_wait(&shared.barrier);
@@ -209,28 +214,35 @@ mamba2_readout(
         sync_threads();
         build_fold_keys((float4*)shared.tile, shared.B);
         sync_threads();
-        const auto own_values = [&](int m, int step, float(&a)[8]) {
+#pragma unroll 1
+        for (int p = 0; p < WARP_PARTS; p++) {
+            const activation_t* x_rows =
+                warp_x + (p * OWN_SIZE + (lane % 8 + lane / 16 * 8) * OWN_STRIDE + lane / 8 % 2 * 8);
+            const auto own_values = [&](int m, int step, float(&a)[8]) {
             u32 pairs[4];
-            load_matrix_x4_transposed(pairs, own_x + (16 * step + lane % 8 + lane / 16 * 8) * OWN_STRIDE + 16 * m +
-                                                 lane / 8 % 2 * 8);
+            load_matrix_x4_transposed(pairs, x_rows + (16 * step * OWN_STRIDE + 16 * m));
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const int k = 16 * step + 8 * i + 2 * t;
+                const int k = p * LANES + 16 * step + 8 * i + 2 * t;
                 const float even = shuffle_from(weight, k), odd = shuffle_from(weight, k + 1);
                 a[4 * i] = even * activation_low(pairs[2 * i]), a[4 * i + 1] = even * activation_low(pairs[2 * i + 1]);
                 a[4 * i + 2] = odd * activation_high(pairs[2 * i]), a[4 * i + 3] = odd * activation_high(pairs[2 * i + 1]);
             }
         };
-        const StateRows own_rows = STATE_ROWS((int)slot_now).from(own_row);
-        FoldedState<decltype(own_values)> folded = {own_values, (const float4*)shared.tile, own_rows,
-                                                    row.checkpoint_position > 0, decay_of(total)};
-        fold_rows(folded, shared.row_max + warp * (M_TILES * 16), own_rows, first_row, ROUNDING_KEY(head, row.seq_len));
+            const int own_part = warp_part + p;
+            const StateRows own_rows = STATE_ROWS((int)slot_now).from(own_part * CTA_ROWS);
+            FoldedState<decltype(own_values)> folded = {own_values, (const float4*)shared.tile, own_rows,
+                                                        row.checkpoint_position > 0,
+                                                        decay_of(shuffle_from(total, p * LANES))};
+            fold_rows(folded, shared.row_max + warp * (M_TILES * 16), own_rows, own_part % CTAS_PER_HEAD * CTA_ROWS,
+                      ROUNDING_KEY(own_part / CTAS_PER_HEAD, row.seq_len));
+            sync_warp();
+        }
         sync_threads();
         hold_until_here(slot_now), hold_until_here(start_now), hold_until_here(tid_now);
         stage_tokens(0, length);
-        const StateRows written = STATE_ROWS((int)slot_now).from(own_row);
-        readout_copy_again(shared.tile, warp * CTA_ROWS, written);
-        if (NVFP4 && lane < CTA_TILES) tile_scale = written.tile_scales[lane];
+        readout_copy_again(shared.tile, warp * (WARP_PARTS * CTA_ROWS), STATE_ROWS((int)slot_now).from(warp_row));
+        if (NVFP4 && token < CTA_TILES) tile_scale = STATE_ROWS((int)slot_now).tile_scales[part * CTA_TILES + token];
         history = 0, total = 0.f;
         copy_async_wait();
         sync_threads();
@@ -238,10 +250,10 @@ mamba2_readout(
 
     // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
     const int first_new = row.seq_len % RING_LEN;
-    for_window_chunks<CTA_ROWS, 32>(length, lane, [&](int w, int offset) {
+    for_window_chunks<WARP_PARTS * CTA_ROWS, 32>(length, lane, [&](int w, int offset) {
         *(uint4*)(ring_x + (offset_of((int)slot_now, ring_x_stride) +
-                            (wrapped(first_new + w) * (HEADS * ROWS) + own_row + offset))) =
-            *(const uint4*)(own_x + (history + w) * OWN_STRIDE + offset);
+                            (wrapped(first_new + w) * (HEADS * ROWS) + warp_row + offset))) =
+            *(const uint4*)(warp_x + (offset / CTA_ROWS * OWN_SIZE + (history + w) * OWN_STRIDE + offset % CTA_ROWS));
     });
     if (first_of_group)
         for_window_chunks<COLUMNS, THREADS>(length, tid, [&](int w, int offset) {
@@ -249,10 +261,10 @@ mamba2_readout(
                                 (wrapped(first_new + w) * (GROUPS * COLUMNS) + B_column + offset))) =
                 *(const uint4*)(shared.B + (history + w) * KEY_STRIDE + offset);
         });
-    if (first_of_head && lane < length)
-        ring_dt[offset_of(slot_now, ring_dt_stride) + (wrapped(first_new + lane) * HEADS + head)] = dt_new;
-    if ((flush || row.seq_len == 0) && lane < CTA_TILES)
-        position[offset_of(slot_now, position_stride) + tile_index + lane] = row.seq_len;
+    if (part % CTAS_PER_HEAD == 0 && token < length)
+        ring_dt[offset_of((int)slot_now, ring_dt_stride) + (wrapped(first_new + token) * HEADS + head)] = dt_new;
+    if ((flush || row.seq_len == 0) && token < CTA_TILES)
+        position[offset_of((int)slot_now, position_stride) + part * CTA_TILES + token] = row.seq_len;
 
     // B . C of every (query, token) pair: query g, and g + 8 in a second tile; tokens 2 t and 2 t + 1 of every eight.
     const auto query_row = [&](int n) { return (n * 8 + g < MAX_WINDOW ? n * 8 + g : MAX_WINDOW - 1) * KEY_STRIDE; };
@@ -271,27 +283,40 @@ mamba2_readout(
             mma_16bit<ACTIVATION_FORMAT>(score[k8], first.x, second.x, first.y, second.y, b.x, b.y);
         }
     }
+    u32 query[QUERY_TILES][STEPS][2];
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; n++) load_query(shared.half_C + query_row(n), query[n]);
+    const float window_decay = decay_of(prefix);
+    // What turns products into outputs, of window token `token`.
+    const float own_unit = decay_of(total + prefix) * (token < length ? shared.unit_C[token] : 0.f);
+    const bool has_state = row.checkpoint_position > 0 || flush;
+    sync_warp();  // the appended rows of x have been read
+#pragma unroll 1
+    for (int p = 0; p < WARP_PARTS; p++) {
+    const int first_lane = p * LANES, own_part = warp * WARP_PARTS + p;
+    activation_t* own_x = warp_x + p * OWN_SIZE;
     // Coefficients of x: decay, dt and B . C; D sits on the diagonal.
     SplitPairs coefficients[QUERY_TILES][TOKEN_STEPS];
-    const float window_decay = decay_of(prefix);
     float unscale[QUERY_TILES];  // of fp16 coefficients of query g
+    const float own_D = shuffle_from(D_head, first_lane);
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) {
         const int w = MAX_WINDOW == 1 ? 0 : n * 8 + g;
-        const float query_decay = shuffle_from(window_decay, w), query_prefix = shuffle_from(prefix, w);
+        const float query_decay = shuffle_from(window_decay, first_lane + w);
+        const float query_prefix = shuffle_from(prefix, first_lane + w);
         float value[TOKEN_STEPS][4];
 #pragma unroll
         for (int i = 0; i < 4 * TOKEN_STEPS; i++) {
             const int k = i / 2 * 8 + 2 * t + i % 2, j = k - history;
-            const float past = shuffle_from(weight, k) * query_decay, dot = score[i / 2][2 * n + i % 2];
-            const int from = MAX_WINDOW == 1 ? 0 : j & 31;
+            const float past = shuffle_from(weight, first_lane + k) * query_decay, dot = score[i / 2][2 * n + i % 2];
+            const int from = first_lane + (MAX_WINDOW == 1 ? 0 : j & (LANES - 1));
             float fresh = shuffle_from(dt_new, from);
             if (MAX_WINDOW > 1) {
                 const float exponent = query_prefix - shuffle_from(prefix, from);
                 fresh *= j == w ? 1.f : decay_of(exponent);
             }
             const float scaled = (j < 0 ? past : fresh) * dot;
-            value[i / 4][i % 4] = j > w ? 0.f : j == w ? scaled + D_head : scaled;
+            value[i / 4][i % 4] = j > w ? 0.f : j == w ? scaled + own_D : scaled;
         }
         float factor = 1.f;
         unscale[n] = 1.f;
@@ -312,24 +337,19 @@ mamba2_readout(
             coefficients[n][i / 2].split(i % 2, value[i / 2][i % 2 * 2] * factor, value[i / 2][i % 2 * 2 + 1] * factor);
     }
 
-    // What turns products into outputs of queries 2 t and 2 t + 1 of every eight.
-    const float own_unit = decay_of(total + prefix) * (lane < length ? shared.unit_C[lane] : 0.f);
+    // Of queries 2 t and 2 t + 1 of every eight.
     float unit[QUERY_TILES][2], undo[QUERY_TILES][2];
-    u32 query[QUERY_TILES][STEPS][2];
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) {
-        load_query(shared.half_C + query_row(n), query[n]);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            unit[n][e] = shuffle_from(own_unit, MAX_WINDOW == 1 ? 0 : n * 8 + 2 * t + e);
+            unit[n][e] = shuffle_from(own_unit, first_lane + (MAX_WINDOW == 1 ? 0 : n * 8 + 2 * t + e));
             undo[n][e] = ACTIVATION_FORMAT == FORMAT_FP16 ? shuffle_from(unscale[n], 4 * (2 * t + e)) : 1.f;
         }
     }
-    sync_warp();  // the appended rows of x have been read
-    const bool has_state = row.checkpoint_position > 0 || flush;
     const activation_t* x_rows = own_x + ((lane % 8 + lane / 16 * 8) * OWN_STRIDE + lane / 8 % 2 * 8);
-    const unsigned char* own_codes = shared.tile + (warp * CTA_ROWS + g) * CODE_STRIDE;
-    const unsigned char* own_scales = shared.tile + (CODES_SIZE + (warp * CTA_ROWS + g) * SCALE_BYTES);
+    const unsigned char* own_codes = shared.tile + (own_part * CTA_ROWS + g) * CODE_STRIDE;
+    const unsigned char* own_scales = shared.tile + (CODES_SIZE + (own_part * CTA_ROWS + g) * SCALE_BYTES);
     activation_t* outputs = own_x + ((MAX_WINDOW == 1 ? t : 2 * t) * OWN_STRIDE + g);
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
@@ -352,8 +372,8 @@ mamba2_readout(
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 if (WIDE || 16 * m + 8 * half >= CTA_ROWS) continue;
-                row_scale[half] = NVFP4 ? shuffle_from(tile_scale, (16 * m + 8 * half) / TILE_ROWS)
-                                        : e4m3_scale(STATE_ROWS((int)slot_now).scales[(own_row + 16 * m + 8 * half + g)]);
+                row_scale[half] = NVFP4 ? shuffle_from(tile_scale, first_lane + (16 * m + 8 * half) / TILE_ROWS)
+                                        : e4m3_scale(STATE_ROWS((int)slot_now).scales[block_row + own_part * CTA_ROWS + 16 * m + 8 * half + g]);
             }
         }
         // Outputs replace the x of tokens that this matrix step was the last to read.
@@ -369,9 +389,10 @@ mamba2_readout(
                         float_to_activation(sum[n][i] * undo[n][i % 2] + state);
             }
     }
+    }
     sync_warp();
-    for_window_chunks<CTA_ROWS, 32>(length, lane, [&](int w, int offset) {
-        *(uint4*)(y + (offset_of((int)start_now + w, HEADS * ROWS) + (own_row + offset))) =
-            *(const uint4*)(own_x + w * OWN_STRIDE + offset);
+    for_window_chunks<WARP_PARTS * CTA_ROWS, 32>(length, lane, [&](int w, int offset) {
+        *(uint4*)(y + (offset_of((int)start_now + w, HEADS * ROWS) + (warp_row + offset))) =
+            *(const uint4*)(warp_x + (offset / CTA_ROWS * OWN_SIZE + w * OWN_STRIDE + offset % CTA_ROWS));
     });
 }

@@ -9,12 +9,16 @@
 #include "replay.cuh"
 #include "serial.cuh"
 
+#ifndef WARP_PARTS
+#define WARP_PARTS 1
+#endif
+
 constexpr bool NVFP4 = READOUT_FORMAT == READOUT_NVFP4;
 // A 16-bit checkpoint that is read itself: it comes here to be rounded stochastically.
 constexpr bool WIDE = READOUT_FORMAT == READOUT_SAME && STATE_FORMAT != FORMAT_FP8;
 constexpr int M_TILES = round_up(CTA_ROWS, 16) / 16;
 constexpr int TILE_ROWS = ROWS / ROW_TILES;
-constexpr int CTA_STATE_ROWS = WARPS * CTA_ROWS;  // rows of a block, neighbours in memory
+constexpr int CTA_STATE_ROWS = WARPS * WARP_PARTS * CTA_ROWS;  // rows of a block, neighbours in memory
 constexpr int STEPS = COLUMNS / 16;
 constexpr int PAIRS = COLUMNS / 32;  // of 16-column blocks
 constexpr int TOKEN_ROWS = round_up(MAX_HISTORY, 16);
@@ -38,7 +42,7 @@ constexpr int READOUT_EXPONENT = NVFP4 ? 14 + 8 : WIDE ? 0 : 8;
 constexpr bool PLAIN_QUERIES = WIDE && STATE_FORMAT == FORMAT_BF16;
 
 static_assert(COLUMNS % 32 == 0 && TILE_ROWS % 8 == 0, "words of 8 codes; eight rows belong to one tile");
-static_assert(HEADS_PER_GROUP * CTAS_PER_HEAD % WARPS == 0, "the warps of a block share a group");
+static_assert(HEADS_PER_GROUP * CTAS_PER_HEAD % (WARPS * WARP_PARTS) == 0, "the warps of a block share a group");
 static_assert(!WIDE || STATE_FORMAT == FORMAT_FP16 || ACTIVATION_FORMAT == FORMAT_BF16, "fp32 has the window kernels");
 
 // The exact power of two of an fp32 exponent field 1 to 254; NaN for 255.
@@ -432,10 +436,10 @@ DEVICE void readout_copy_wait(u64* barrier) {
 // A warp's own rows again, after it has written them; `tile` is the block's, `row` the warp's first row in it.
 DEVICE void readout_copy_again(unsigned char* tile, int row, const StateRows& from) {
     constexpr int CHUNKS = CODE_BYTES / 16;
-    for (int i = threadIdx.x % 32; i < CTA_ROWS * CHUNKS; i += 32)
+    for (int i = threadIdx.x % 32; i < WARP_PARTS * CTA_ROWS * CHUNKS; i += 32)
         copy_async_16(tile + (row + i / CHUNKS) * CODE_STRIDE + i % CHUNKS * 16, from.codes + i * 16, true);
     if constexpr (NVFP4)
-        for (int i = threadIdx.x % 32; i < CTA_ROWS * SCALE_BYTES / 16; i += 32)
+        for (int i = threadIdx.x % 32; i < WARP_PARTS * CTA_ROWS * SCALE_BYTES / 16; i += 32)
             copy_async_16(tile + CODES_SIZE + row * SCALE_BYTES + i * 16, from.scales + i * 16, true);
 }
 

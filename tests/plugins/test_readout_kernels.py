@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.readout_geometry import readout_config
 
 sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
 from emulate import Emulated
@@ -39,6 +40,11 @@ CASES = {
         {"max_window": 2, "buffer_len": 4, "state_dtype": "bfloat16", "readout_dtype": "float8"},
         90,
     ),
+    "mamba2-two-parts": (
+        Mamba2Geometry(8, 24, 64, 2),
+        {"max_window": 5, "state_dtype": "float16", "readout_dtype": "nvfp4", **STOCHASTIC},
+        90,
+    ),
     "mamba2-fp8": (Mamba2Geometry(2, 16, 32, 1), {"max_window": 1, "buffer_len": 4, "state_dtype": "float8"}, 90),
     "gdn-fp16sr-nvfp4-verify": (
         GdnGeometry(1, 2, 64, 40),
@@ -54,9 +60,17 @@ CASES = {
 }
 
 
+class EmulatedParts(Emulated):
+    """Every warp serves two parts, of the block's second row tile too."""
+
+    def _window_config(self, state):
+        return readout_config(state.geometry, state.settings, self.arch, parts=2, ahead_rows=1, ahead_tile=True)
+
+
 def make(case: str, seed: int = 0) -> tuple[Steps, Emulated]:
     geometry, settings, arch = CASES[case]
-    return Steps(geometry, ReplaySettings(**settings), seed=seed), Emulated(arch)
+    kernels = EmulatedParts(arch) if "parts" in case else Emulated(arch)
+    return Steps(geometry, ReplaySettings(**settings), seed=seed), kernels
 
 
 @pytest.mark.parametrize("case", CASES)

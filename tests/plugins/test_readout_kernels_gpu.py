@@ -8,6 +8,8 @@ import torch
 
 from replayssm.plugins import launch
 from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.readout_geometry import readout_config
+from replayssm.plugins.state import LayerState
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 from readout_steps import assert_same_bytes, exact_steps
@@ -25,6 +27,7 @@ FP8 = {"state_dtype": "float8", "state_rounding": "stochastic"}
 CASES = {
     "super120b-decode": (SUPER, {"readout_dtype": "nvfp4", **FP16}),
     "nano4b-verify5": (NANO, {"max_window": 5, "readout_dtype": "nvfp4", **FP16}),
+    "super120b-verify5-parts": (SUPER, {"max_window": 5, "readout_dtype": "nvfp4", **FP16}),
     "qwen122b-decode": (QWEN122B, {"readout_dtype": "nvfp4", **FP16}),
     "qwen4b-verify5": (QWEN4B, {"max_window": 5, "readout_dtype": "nvfp4", **FP16}),
     "mamba2-fp8-nvfp4": (Mamba2Geometry(8, 64, 128, 2), {"readout_dtype": "nvfp4", **FP8}),
@@ -54,6 +57,20 @@ CASES = {
 }
 
 
+class Parts:
+    """Launches in which every warp serves two parts."""
+
+    @staticmethod
+    def mamba2_window(*args) -> torch.Tensor:
+        state = next(arg for arg in args if isinstance(arg, LayerState))
+        arch = launch.device_arch(args[0].device)
+        return launch.mamba2_window(*args, config=readout_config(state.geometry, state.settings, arch, parts=2))
+
+
+def kernels(case: str):
+    return Parts if "parts" in case else launch
+
+
 def make(case: str, **options) -> Steps:
     geometry, settings = CASES[case]
     return Steps(geometry, ReplaySettings(**settings), device="cuda:0", **options)
@@ -65,7 +82,7 @@ def test_matches_the_reference(case: str) -> None:
     large = "b-" in case
     steps = make(case, rows=3 if large else 4)
     torch.set_num_threads(4)
-    worst = compare(steps, launch, 7 if large else 20)
+    worst = compare(steps, kernels(case), 7 if large else 20)
     torch.set_num_threads(1)
     assert_close(worst, steps)
 
@@ -74,7 +91,7 @@ def test_matches_the_reference(case: str) -> None:
 def test_stores_the_references_bytes(case: str) -> None:
     """Rounding, scales, codes and random bits, where the fold itself is exact."""
     torch.set_num_threads(4)
-    expected, mine = exact_steps(make(case, seed=1), launch)
+    expected, mine = exact_steps(make(case, seed=1), kernels(case))
     torch.set_num_threads(1)
     assert_same_bytes(mine, expected)
 
@@ -86,9 +103,9 @@ def test_repeated_step_is_bit_equal(case: str) -> None:
     state = steps.pool()
     for _ in range(24):
         call = steps.next_call(prefill=False)
-        first = steps.run(launch, state, call)
+        first = steps.run(kernels(case), state, call)
         kept = to_device(state, "cuda")
-        assert torch.equal(first, steps.run(launch, state, call))
+        assert torch.equal(first, steps.run(kernels(case), state, call))
         for name, tensor in state.tensors.items():
             assert torch.equal(tensor.view(torch.uint8), kept[name].view(torch.uint8)), name
 
