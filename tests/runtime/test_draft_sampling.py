@@ -15,7 +15,7 @@ from replayssm.runtime.scheduler import Scheduler, SchedulerOptions
 from replayssm.runtime.session import Session
 from replayssm.runtime.speculation import MtpDrafter
 
-COUNT = 250
+COUNT = 160
 PARAMS = {"temperature": 0.15}
 """Sharp enough that the tiny models' distributions differ, flat enough that they overlap."""
 
@@ -45,7 +45,7 @@ def run(session, drafter, prompt, seeds, draft_sampling=True):
 @pytest.mark.parametrize("draft", ["mtp", "engine"])
 def test_the_distribution_is_the_models(tiny_engine, draft):
     """The second token of each request is the first that went through a draft. Kolmogorov-Smirnov at level 1e-3, which
-    finds a distribution that is off by 0.12 somewhere; q's own draws are off by far more, as the last line shows."""
+    finds a distribution that is off by 0.15 somewhere; q's own draws are off by far more, as the last line shows."""
     session = Session(tiny_engine("nano", max_batch_size=32))
     drafter = MtpDrafter(session) if draft == "mtp" else EngineDrafter(tiny_engine("qwen", max_batch_size=32), session)
     choose = random.Random(4)
