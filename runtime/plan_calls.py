@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from replayssm.plugins.tensorrt_ops import ROWS
+from replayssm.plugins.network import CALL_INPUTS
 
 Tensor = torch.Tensor
 Run = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 PREFILL = "prefill"
 SMALLEST_PREFILL = 16
+ROWS = tuple(name for name, (_, shape) in CALL_INPUTS.items() if shape == ("B",))
 CALL_ROWS = (*ROWS, "logits_indices")
 """Inputs of a call that hold no token each."""
 
