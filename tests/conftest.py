@@ -49,15 +49,15 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 @pytest.fixture
 def plan_engine(tiny_checkpoint, tmp_path, monkeypatch):
-    """`plan_engine(layout, target="tensorrt", **build_options)` -> (Engine, stand-in module)."""
+    """`plan_engine(layout, target="tensorrt", version=, **build_options)` -> (Engine, stand-in module)."""
     from replayssm.builders.engine import BuildOptions, build_engine
     from replayssm.runtime.engine import Engine
 
     modules = {}
 
-    def make(layout, target="tensorrt", **options):
+    def make(layout, target="tensorrt", version="11.4.0", **options):
         if target not in modules:
-            modules[target] = use_stand_in(monkeypatch, target)
+            modules[target] = use_stand_in(monkeypatch, target, version)
         options = {"max_batch_size": 4, "max_seq_len": 400, "max_draft_len": 3, "buffer_len": 8, **options}
         output = tmp_path / f"{layout}-{target}-{len(list(tmp_path.iterdir()))}"
         build_engine(tiny_checkpoint(layout), output, BuildOptions(target, dtype="float16", **options))
@@ -72,14 +72,14 @@ def plan_module(monkeypatch):
     return use_stand_in(monkeypatch, "tensorrt")
 
 
-def use_stand_in(monkeypatch, target):
+def use_stand_in(monkeypatch, target, version="11.4.0"):
     """A stand-in for TensorRT that `target` finds, on a machine that plans are built and run on."""
     from tensorrt_stand_in import make_module
 
     from replayssm.builders.targets import tensorrt
     from replayssm.runtime import plans
 
-    module = make_module(target.replace("-", "_"))
+    module = make_module(target.replace("-", "_"), version)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, f"{module.__name__}.plugin", module.plugin)
     monkeypatch.setattr(tensorrt, "_build_arch", lambda: 90)

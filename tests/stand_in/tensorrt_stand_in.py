@@ -352,6 +352,9 @@ class Builder:
         self.module, self.logger = module, logger
 
     def create_network(self, flags):
+        # Networks are strongly typed by a flag before 11, which later versions and RTX do not need.
+        old = "rtx" not in self.module.__name__ and int(self.module.__version__.split(".")[0]) < 11
+        assert flags == (1 << self.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED if old else 0)
         return Network(self.module)
 
     def create_builder_config(self):
