@@ -22,7 +22,7 @@ multiprocessor)."""
 WARPS = 4
 """Warps of a block where the heads of a group allow as many."""
 
-REGISTERS_WANTED = 96
+REGISTERS_WANTED = {"mamba2": 96, "gdn": 128}
 """Registers per thread below which the kernels would spill."""
 
 
@@ -73,7 +73,7 @@ def readout_config(
     count, several, warps = max(fitting, key=lambda one: (one[2] > 1, one[0], one[1] * one[2], one[2]))
     shared, threads = _shared_bytes(kernel, geometry, settings, count, warps, several), 32 * warps
     if min_ctas is None:
-        fewest = wanted[3] or geo.REGISTERS_PER_SM // (threads * REGISTERS_WANTED)
+        fewest = wanted[3] or geo.REGISTERS_PER_SM // (threads * REGISTERS_WANTED[geometry.kind])
         min_ctas = max(1, min(fewest, limits.shared_per_sm // (shared + 1024), 16))
     blocks = heads * (rows // count) // (warps * several)
     if ahead_rows is None:

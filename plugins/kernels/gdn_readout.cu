@@ -422,10 +422,10 @@ gdn_readout(
                             (own_query < MAX_WINDOW ? QUERY_SCALE : 1.f);
     const float own_unit = own_decay * shared.unit[own_query];
     float unit[QUERY_TILES][2], decay[QUERY_TILES][2];
-    u32 query[QUERY_TILES][STEPS][2];
+    Queries<QUERY_TILES> query;
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) {
-        load_query(shared.half_queries + query_of(n, g) * KEY_STRIDE, query[n]);
+        query.set(n, shared.half_queries + query_of(n, g) * KEY_STRIDE);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             unit[n][e] = shuffle_from(own_unit, query_of(n, 2 * t + e));

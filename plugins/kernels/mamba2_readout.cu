@@ -283,9 +283,9 @@ mamba2_readout(
             mma_16bit<ACTIVATION_FORMAT>(score[k8], first.x, second.x, first.y, second.y, b.x, b.y);
         }
     }
-    u32 query[QUERY_TILES][STEPS][2];
+    Queries<QUERY_TILES> query;
 #pragma unroll
-    for (int n = 0; n < QUERY_TILES; n++) load_query(shared.half_C + query_row(n), query[n]);
+    for (int n = 0; n < QUERY_TILES; n++) query.set(n, shared.half_C + query_row(n));
     const float window_decay = decay_of(prefix);
     // What turns products into outputs, of window token `token`.
     const float own_unit = decay_of(total + prefix) * (token < length ? shared.unit_C[token] : 0.f);

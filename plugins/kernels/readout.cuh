@@ -589,22 +589,31 @@ struct BlockScales {
     }
 };
 
-// The lane's columns of a row of queries in fp16, as the second operand of every step.
-DEVICE void load_query(const u16* row, u32 (&query)[STEPS][2]) {
-    row += threadIdx.x % 4 * 4;
+// The lane's columns of its query of every tile, in fp16, as the second operand of every step: in registers where there is
+// one tile, otherwise read again for every 16 rows.
+template <int TILES>
+struct Queries {
+    static constexpr bool KEPT = TILES == 1;
+    uint2 kept[KEPT ? STEPS : 1];
+    const u16* rows[TILES];
+
+    DEVICE_MEMBER void set(int n, const u16* row) {
+        rows[n] = row + threadIdx.x % 4 * 4;
+        if constexpr (KEPT)
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-        const uint2 v = *(const uint2*)(row + 16 * step);
-        query[step][0] = v.x, query[step][1] = v.y;
+            for (int step = 0; step < STEPS; step++) kept[step] = *(const uint2*)(rows[n] + 16 * step);
     }
-}
+    DEVICE_MEMBER uint2 operator()(int n, int step) const {
+        return KEPT ? kept[KEPT ? step : 0] : *(const uint2*)(rows[n] + 16 * step);
+    }
+};
 
 // product[n] = 16 rows of the readout times 8 queries, without the scales of tiles, of fp8 rows and of queries.
 // codes, scales: of the lane's row g. Every step runs alone and is added with its rows' scales, in the same order for any
 // number of queries; a window of one token has it in every column and keeps the even ones.
 template <int TILES, bool ONE>
 DEVICE void dot_readout(float (&product)[TILES][4], const unsigned char* codes, const unsigned char* scales,
-                        const u32 (&query)[TILES][STEPS][2]) {
+                        const Queries<TILES>& query) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < TILES; n++)
@@ -632,8 +641,8 @@ DEVICE void dot_readout(float (&product)[TILES][4], const unsigned char* codes, 
 #pragma unroll
                 for (int n = 0; n < TILES; n++) {
                     float d[4] = {0.f, 0.f, 0.f, 0.f};
-                    mma_16bit<FORMAT_FP16>(d, a[2 * i], b[2 * i], a[2 * i + 1], b[2 * i + 1],
-                                           query[n][2 * pair + i][0], query[n][2 * pair + i][1]);
+                    const uint2 q = query(n, 2 * pair + i);
+                    mma_16bit<FORMAT_FP16>(d, a[2 * i], b[2 * i], a[2 * i + 1], b[2 * i + 1], q.x, q.y);
                     product[n][0] = multiply_add(d[0], scale0, product[n][0]);
                     product[n][2] = multiply_add(d[2], scale1, product[n][2]);
                     if constexpr (!ONE) {
@@ -649,9 +658,11 @@ DEVICE void dot_readout(float (&product)[TILES][4], const unsigned char* codes, 
             const uint2 first = *(const uint2*)(codes + 32 * step + 8 * t);
             const uint2 second = *(const uint2*)(codes + 8 * CODE_STRIDE + 32 * step + 8 * t);
 #pragma unroll
-            for (int n = 0; n < TILES; n++)
+            for (int n = 0; n < TILES; n++) {
+                const uint2 q = query(n, step);
                 mma_16bit<PLAIN_QUERIES ? FORMAT_BF16 : FORMAT_FP16>(product[n], first.x, second.x, first.y, second.y,
-                                                                     query[n][step][0], query[n][step][1]);
+                                                                     q.x, q.y);
+            }
         }
     } else {
 #pragma unroll
@@ -667,8 +678,10 @@ DEVICE void dot_readout(float (&product)[TILES][4], const unsigned char* codes, 
                 }
             }
 #pragma unroll
-            for (int n = 0; n < TILES; n++)
-                mma_16bit<FORMAT_FP16>(product[n], a[0], a[1], a[2], a[3], query[n][step][0], query[n][step][1]);
+            for (int n = 0; n < TILES; n++) {
+                const uint2 q = query(n, step);
+                mma_16bit<FORMAT_FP16>(product[n], a[0], a[1], a[2], a[3], q.x, q.y);
+            }
         }
     }
 }
