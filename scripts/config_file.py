@@ -81,7 +81,8 @@ def _apply(key: str, value: Any, options: dict[str, Any]) -> None:
     elif key == "cuda_graph_config" and "cuda_graphs" in options:
         if value is not None and not isinstance(value, dict):
             raise ValueError(f"cuda_graph_config must be null (no graphs) or a mapping, got {value!r}")
-        options["cuda_graphs"] = value is not None
+        # A mapping asks for graphs, which are captured wherever there is a GPU to capture them on.
+        options["cuda_graphs"] = False if value is None else None
     else:
         known = sorted({*(name for name in SAME if name in options), *NEUTRAL, *_SETTERS, "cuda_graph_config"})
         raise ValueError(f"the key {key!r} means nothing here; known are {', '.join(known)}")

@@ -60,7 +60,7 @@ def test_the_file_goes_before_the_command_line(tmp_path):
     policy = "scheduler_config: {capacity_scheduler_policy: %s}"
     assert applied(tmp_path, policy % "MAX_UTILIZATION", time_slice=9) == {}
     assert applied(tmp_path, policy % "GUARANTEED_NO_EVICT", time_slice=9) == {"time_slice": None}
-    assert applied(tmp_path, "cuda_graph_config: {max_batch_size: 8}") == {"cuda_graphs": True}
+    assert applied(tmp_path, "cuda_graph_config: {max_batch_size: 8}", cuda_graphs=False) == {"cuda_graphs": None}
     assert applied(tmp_path, "") == {}
 
 

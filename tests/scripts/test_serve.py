@@ -70,7 +70,9 @@ class Process:
 
 
 def test_serve_then_end(engine, tmp_path):
-    server = Process(engine, "--max_batch_size", 2, "--served-model-name", "mine", "--draft", "ngram", home=tmp_path)
+    (tmp_path / "config.yml").write_text("max_batch_size: 2\nspeculative_config: {decoding_type: NGram}\n")
+    options = ("--config", tmp_path / "config.yml", "--max_batch_size", 3, "--no-cuda-graphs")
+    server = Process(engine, *options, "--served-model-name", "mine", "--adaptive-drafts", home=tmp_path)
     try:
         answer = server.complete(model="mine", prompt="is read", max_tokens=5, temperature=0)
         assert answer.json()["usage"]["completion_tokens"] == 5
@@ -80,7 +82,9 @@ def test_serve_then_end(engine, tmp_path):
     (record,) = [record for record in server.records() if record["message"] == "request"]
     assert record["completion_tokens"] == 5
     assert record["id"] == answer.json()["id"]
-    assert any("2 slots of" in record["message"] for record in server.records())
+    messages = [record["message"] for record in server.records()]
+    for part in ("2 slots of", "of attention cache for 128 tokens", "(--max-seq-len)", "drafts for 2 rows"):
+        assert any(part in message for message in messages), part
 
 
 def cpu_seconds(process_id):
