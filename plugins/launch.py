@@ -49,6 +49,11 @@ def prefill_rows(exist: bool) -> Iterator[None]:
         _prefill_rows = before
 
 
+def known_prefill_rows() -> bool | None:
+    """What `prefill_rows` says here; None where the caller said nothing."""
+    return _prefill_rows
+
+
 def mamba2_window(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -292,6 +297,7 @@ __all__ = [
     "attention_window",
     "causal_conv1d_window",
     "gdn_window",
+    "known_prefill_rows",
     "load_kernel",
     "mamba2_window",
     "prefill_rows",

@@ -19,6 +19,7 @@ import torch
 
 from replayssm.plugins import tensorrt_ops
 from replayssm.plugins.contract import PAD_SLOT_ID
+from replayssm.plugins.launch import known_prefill_rows
 from replayssm.plugins.manifest import EngineDirectoryError
 from replayssm.plugins.network import Network, TensorSpec
 from replayssm.plugins.state import LayerState, torch_dtype
@@ -335,9 +336,9 @@ class _Staged:
 class PhaseExecutor:
     """Runs a network that has one plan for windows and one for prefill rows, over the same state.
 
-    A mixed call runs its prefill rows by the prefill plan, then the others by the window plan, on one stream. More
-    tokens than windows can have prove that there is a prefill row; otherwise the window plan serves all, as
-    `plugins.launch` does, and nothing waits for the device.
+    A mixed call runs its prefill rows by the prefill plan, then the others by the window plan, on one stream. Whether
+    there are any, the caller says by `launch.prefill_rows`, or more tokens than windows can have prove it; otherwise
+    the window plan serves all, as `plugins.launch` does, and nothing waits for the device.
     """
 
     def __init__(self, window: PlanExecutor, prefill: PlanExecutor, max_window: int) -> None:
@@ -355,7 +356,10 @@ class PhaseExecutor:
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if len(inputs["token_ids"]) <= len(inputs["seq_lens"]) * self._max_window:
+        exist = known_prefill_rows()
+        if exist is None:
+            exist = len(inputs["token_ids"]) > len(inputs["seq_lens"]) * self._max_window
+        if not exist:
             return self.window(inputs)
         lengths = inputs["window_lens"].tolist()
         long = [row for row, length in enumerate(lengths) if length > self._max_window]

@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+READOUT = {"readout_dtype": "nvfp4", "state_dtype": "float16", "state_rounding": "stochastic", "rounding_seed": 5}
 CASES = {
     # Head and state sizes are those of the published models, so the blocks are too; fewer heads, for the reference.
     "mamba2-nano-decode": (Mamba2Geometry(12, 80, 128, 2), {"max_window": 1}),
@@ -28,6 +29,9 @@ CASES = {
     "gdn-decode": (GdnGeometry(2, 8, 128, 128), {"max_window": 1}),
     "gdn-verify5": (GdnGeometry(2, 8, 128, 128), {"max_window": 5}),
     "gdn-verify4-fp16": (GdnGeometry(4, 8, 128, 128), {"max_window": 4, "state_dtype": "float16"}),
+    "mamba2-nano-verify5-readout": (Mamba2Geometry(12, 80, 128, 2), {"max_window": 5, **READOUT}),
+    "mamba2-super-decode-readout": (Mamba2Geometry(16, 64, 128, 2), {"max_window": 1, **READOUT}),
+    "gdn-verify4-readout": (GdnGeometry(2, 8, 128, 128), {"max_window": 4, **READOUT}),
     "conv-nano": (ConvGeometry(96 * 80 + 2 * 8 * 128, 4), {"max_window": 5}),
     "conv-qwen-decode": (ConvGeometry(8192, 4), {"max_window": 1}),
     "attention-128-verify5": (AttentionGeometry(8, 128), {"max_window": 5, "max_seq_len": 700}),

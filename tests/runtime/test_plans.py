@@ -139,7 +139,10 @@ def test_prefill_rows_run_by_a_plan_of_their_own(plan_engine, monkeypatch):
     monkeypatch.setattr(plans.PlanExecutor, "_run", recorded)
     session.step([Row(slots[0], [1, 2, 3]), Row(slots[1], list(range(40))), Row(slots[2], [7])])
     session.decode(slots, [4, 5, 6])
-    assert runs == [("prefill", [40, 0, 0, 0]), ("window", [3, 1, 0, 0]), ("window", [1, 1, 1, 0])]
+    # Five tokens in two rows could be windows; the session knows that one is not.
+    session.step([Row(slots[0], [1]), Row(slots[1], list(range(5)))])
+    assert runs[3:] == [("prefill", [5, 0, 0, 0]), ("window", [1])]
+    assert runs[:3] == [("prefill", [40, 0, 0, 0]), ("window", [3, 1, 0, 0]), ("window", [1, 1, 1, 0])]
     sizes = {plan.path.name: plan.engine.num_optimization_profiles for plan in window.runtime.plans.values()}
     assert sizes == {"main.plan": 2, "main-prefill.plan": 1, "mtp.plan": 2, "mtp-prefill.plan": 1}
     assert window.bound["layers.0.conv.conv_ring"] is prefill.bound["layers.0.conv.conv_ring"]
