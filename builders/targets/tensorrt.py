@@ -4,6 +4,9 @@
 NVIDIA's documentation and headers; no plan has been built with it yet. A call of decoding, verifying and prefill rows
 runs once, by the profile that covers it: a plan after the other would read the weights twice.
 
+No state is updated by a native layer. Besides what `plugins.tensorrt_ops` says of it, RTX 1.7's compiler crashes on a
+KV-cache update whose values come through a cast from another one; cutting networks at stateful operators avoids both.
+
 TensorRT-RTX has no plugin layers. It compiles on a machine without a GPU and finishes on the GPU that loads the plan.
 Every segment between two stateful operators is a plan; the weights of the stateful operators lie beside the plans.
 Segments are compiled one after the other and hold their weights, most of them views of the checkpoint's files, only
