@@ -2,7 +2,8 @@
 
 `tensorrt` embeds our kernels as plugin layers and compiles on the GPU that will run the plan. This was written against
 NVIDIA's documentation and headers; no plan has been built with it yet. A call of decoding, verifying and prefill rows
-runs once, by the profile that covers it: a plan after the other would read the weights twice.
+runs once, by the profile that covers it: a plan after the other would read the weights twice. `prefill_plan` accepts
+that, and a second copy of the weights, for the chunked prefill kernels.
 
 No state is updated by a native layer. Besides what `plugins.tensorrt_ops` says of it, RTX 1.7's compiler crashes on a
 KV-cache update whose values come through a cast from another one; cutting networks at stateful operators avoids both.
