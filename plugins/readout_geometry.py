@@ -73,7 +73,9 @@ def readout_config(
     count, several, warps = max(fitting, key=lambda one: (one[2] > 1, one[0], one[1] * one[2], one[2]))
     shared, threads = _shared_bytes(kernel, geometry, settings, count, warps, several), 32 * warps
     if min_ctas is None:
-        fewest = wanted[3] or geo.REGISTERS_PER_SM // (threads * REGISTERS_WANTED[geometry.kind])
+        # A quarter of a multiprocessor's registers serves a quarter of its warps.
+        per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * REGISTERS_WANTED[geometry.kind])
+        fewest = wanted[3] or 4 * per_quarter // warps
         min_ctas = max(1, min(fewest, limits.shared_per_sm // (shared + 1024), 16))
     blocks = heads * (rows // count) // (warps * several)
     if ahead_rows is None:
