@@ -94,6 +94,11 @@ def test_random_steps_match_the_torch_target(pair, layout, alias, prefill_plan):
         for part, tensor in state.tensors.items():
             difference = (ours.states[name][part].float() - tensor.float()).abs().max()
             assert difference <= CLOSE * max(1, tensor.float().abs().max()), (name, part)
+    for _, config in module.plans.values():
+        assert config.max_aux_streams == 0
+        assert "TF32" not in config.flags, "fp32 means fp32"
+        assert config.profiling_verbosity == "DETAILED", "check reads the layers"
+        assert bool(config.previews) == (alias == "declared")
     aliases = [built.get_aliased_input_tensor(name) for built in module.engines for name in built.tensors]
     assert any(aliases) == (alias == "declared")
 
