@@ -56,22 +56,34 @@ class DraftCosts:
 
 
 class AdaptiveDraftLength:
-    """Draft length of one request, from how its drafts have fared.
+    """Draft length of one request, from how its drafts have fared, and at first from how those of others have.
 
     If each draft stands with probability a, a window with k drafts yields (1 - a^(k+1)) / (1 - a) tokens on average.
     `choose` takes the k that yields most per cost. Older windows count less and less, and while k is 0 the estimate
     drifts back to where it began, so that drafts are tried again.
+
+    shared: what all requests have met, which a new request begins with. It is one of these too, with a longer memory.
     """
 
-    PRIOR_TRIED, PRIOR_STOOD, MEMORY, IDLE_MEMORY = 2.0, 1.4, 0.9, 0.98
+    PRIOR_TRIED, PRIOR_RATE = 2.0, 0.7
 
-    def __init__(self) -> None:
+    def __init__(
+        self, shared: AdaptiveDraftLength | None = None, memory: float = 0.9, idle_memory: float = 0.98
+    ) -> None:
+        self._shared = shared
+        self._memory, self._idle_memory = memory, idle_memory
         self._tried = self._stood = 0.0
+
+    @classmethod
+    def for_all(cls) -> AdaptiveDraftLength:
+        """What requests share: some hundred windows long, and back at the beginning after some thousand without one."""
+        return cls(memory=0.99, idle_memory=0.999)
 
     @property
     def rate(self) -> float:
         """Estimated probability that a draft stands."""
-        return (self._stood + self.PRIOR_STOOD) / (self._tried + self.PRIOR_TRIED)
+        prior = self.PRIOR_RATE if self._shared is None else self._shared.rate
+        return (self._stood + self.PRIOR_TRIED * prior) / (self._tried + self.PRIOR_TRIED)
 
     def choose(self, costs: Sequence[float]) -> int:
         """Drafts of the next window, at most len(costs) - 1; costs[k] of a step with k drafts, costs[0] = 1."""
@@ -81,12 +93,19 @@ class AdaptiveDraftLength:
             if yielded / cost > most:
                 best, most = count, yielded / cost
         if best == 0:
-            self._tried *= self.IDLE_MEMORY
-            self._stood *= self.IDLE_MEMORY
+            self._forget()
         return best
+
+    def _forget(self) -> None:
+        self._tried *= self._idle_memory
+        self._stood *= self._idle_memory
+        if self._shared is not None:
+            self._shared._forget()
 
     def observe(self, drafted: int, stood: int) -> None:
         """A window with `drafted` drafts of which the first `stood` stood; the first that fell was the last tried."""
         if drafted:
-            self._tried = self._tried * self.MEMORY + min(drafted, stood + 1)
-            self._stood = self._stood * self.MEMORY + stood
+            self._tried = self._tried * self._memory + min(drafted, stood + 1)
+            self._stood = self._stood * self._memory + stood
+            if self._shared is not None:
+                self._shared.observe(drafted, stood)

@@ -100,7 +100,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.swapped_requests = 0
         self.swapped_bytes = 0
-        self._drafter = drafter
+        self._drafter, self._acceptance = drafter, AdaptiveDraftLength.for_all()
         self._clock = clock
         self._numbers = 0
         self._mean_duration = 1.0
@@ -113,7 +113,7 @@ class Scheduler:
         request.number, request.submitted = self._numbers, self._clock()
         self._numbers += 1
         if self._drafter is not None and self.options.draft_costs is not None:
-            request.draft_length = AdaptiveDraftLength()
+            request.draft_length = AdaptiveDraftLength(self._acceptance)
         self.waiting.append(request)
         return request
 

@@ -17,6 +17,25 @@ def test_good_drafts_get_longer_and_bad_ones_stop():
     assert any(bad.choose(costs) for _ in range(300))  # it tries again some time
 
 
+def test_a_new_request_begins_with_what_others_met():
+    costs = [1.0, 1.15, 1.3, 1.45, 1.6]
+    for stood, first in ((4, 4), (0, 0)):
+        shared = AdaptiveDraftLength.for_all()
+        for _ in range(10):
+            other = AdaptiveDraftLength(shared)
+            for _ in range(20):
+                other.observe(other.choose(costs), stood)
+        assert AdaptiveDraftLength(shared).choose(costs) == first
+    # Drafts that fell for everybody are tried again some time: the text may have changed.
+    tries = 0
+    for _ in range(5000):
+        other = AdaptiveDraftLength(shared)
+        drafted = other.choose(costs)
+        tries += drafted > 0
+        other.observe(drafted, 0)
+    assert 0 < tries < 500
+
+
 def test_the_choice_is_where_the_measured_cost_is_worth_it():
     """With 0.7 as the chance of standing, windows yield 1, 1.7, 2.19 and 2.533 tokens."""
     assert AdaptiveDraftLength().rate == pytest.approx(0.7)
