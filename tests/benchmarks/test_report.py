@@ -39,7 +39,11 @@ def test_steps_stand_beside_the_published_ones(tmp_path: Path) -> None:
     text = report.step_table(report.read_lines(tmp_path))
     rows = text.splitlines()[2:]
     assert len(rows) == 1, "the older line of a condition and one without its plain run are left out"
-    assert "| 3.00 | 2.00 | **1.50x** (1.40 to 1.60) |  | 1.55x | 100,000 | yes |" in rows[0]
+    assert "| 3.00 | 2.00 | **1.50x** (1.40 to 1.60) |  |  | 1.55x | 100,000 | yes |" in rows[0]
+    split = [
+        decode_line(name, split_us={"ssm": us}, gap_us=10.0) for name, us in (("plain", 2990.0), ("replay", 1490.0))
+    ]
+    assert "| 2.00x |" in report.step_table(split), "kernel times and gaps alone"
     wrong = decode_line("replay", correct=False, logits_distance=0.7)
     assert "**no** (0.700)" in report.step_table([lines[0], wrong])
 
