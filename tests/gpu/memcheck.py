@@ -30,9 +30,17 @@ CASES = [
     (GdnGeometry(1, 4, 128, 128), ReplaySettings(state_dtype="float16", readout_dtype="float8")),
 ]
 
+PREFILL_CASES = [
+    (Mamba2Geometry(2, 80, 128, 1), ReplaySettings(max_window=2)),
+    (Mamba2Geometry(1, 40, 48, 1), ReplaySettings(max_window=2, activation_dtype="float16", state_dtype="float16")),
+    (GdnGeometry(1, 2, 128, 128), ReplaySettings(max_window=2)),
+    (GdnGeometry(1, 1, 64, 40), ReplaySettings(max_window=2, state_dtype="bfloat16")),
+]
+
 if __name__ == "__main__":
-    for geometry, settings in CASES:
-        steps = Steps(geometry, settings, device="cuda:0")
+    for geometry, settings in CASES + PREFILL_CASES:
+        long = {"rows": 2, "longest_prefill": 200} if (geometry, settings) in PREFILL_CASES else {}
+        steps = Steps(geometry, settings, device="cuda:0", **long)
         worst = compare(steps, launch, 6)
         print(geometry, {name: f"{error:.1e}" for name, error in worst.items()}, flush=True)
         assert_close(worst, steps)

@@ -40,6 +40,13 @@ for wanted in "$@"; do
             -v --tb=short -p no:cacheprovider -p instant_report ${PYTEST:-}
         grep -E "FAILED|ERROR|passed|failed" "$OUT/plans.log" | tail -n 40
         ;;
+    prefill)
+        PYTHONPATH="$PYTHONPATH:tests/gpu" part prefill "${LIMIT:-110}" python3 -m pytest \
+            tests/plugins/test_prefill_kernels_gpu.py -v --tb=short -p no:cacheprovider -p instant_report ${PYTEST:-}
+        grep -E "FAILED|ERROR|passed|failed" "$OUT/prefill.log" | tail -n 40
+        part bench_prefill "${LIMIT:-110}" python3 benchmarks/bench_prefill.py ${BENCH:-}
+        cat "$OUT/bench_prefill.log"
+        ;;
     memcheck | racecheck | initcheck) memory_tool "$wanted" ;;
     bench)
         for operator in mamba2 gdn; do
