@@ -281,6 +281,21 @@ class Network:
         layer.set_input = lambda index, tensor: layer.inputs.append(tensor)
         return layer
 
+    def add_moe(self, a, ids, scores):
+        def run(layer, x, experts, weights, gate, up, down):
+            assert x.shape[1] == experts.shape[1] == 1
+            assert (experts.dtype, weights.dtype) == (torch.int32, x.dtype)
+            out = torch.zeros(*x.shape[:2], down.shape[2], dtype=x.dtype)
+            for token in range(0 if layer.inferring else len(x)):
+                for expert, weight in zip(experts[token, 0].tolist(), weights[token, 0], strict=True):
+                    hidden = torch.nn.functional.silu(x[token] @ gate[expert]) * (x[token] @ up[expert])
+                    out[token] += weight * (hidden @ down[expert])
+            return out
+
+        layer = self._add("MoE", [a, ids, scores], run)
+        layer.set_gated_weights = lambda gate, up, down, kind: layer.inputs.extend((gate, up, down))
+        return layer
+
     def add_plugin(self, call, aot):
         assert aot, "an engine must not need Python"
         if "rtx" in self.module.__name__:
@@ -319,6 +334,21 @@ def _run_plugin(layer, *values):
         owned[start : start + length] = True
     y[~owned] = torch.nan
     return (y, *(part.view(named[name].dtype) for name, part in parts.items()), flag)
+
+
+def evaluate(network, values):
+    """Outputs by name, from the values of inputs, and of constants that are not the layers' own."""
+    values = dict(values)
+    for name, tensor in network.inputs.items():
+        value, shape = values[tensor], tensor.shape
+        assert OF_TORCH[value.dtype] is tensor.dtype, name
+        assert all(size in (-1, found) for size, found in zip(shape, value.shape, strict=True)), name
+    for layer in network.layers:
+        if layer.get_output(0) in values:
+            continue
+        results = layer.run([values[tensor] for tensor in layer.inputs])
+        values.update((layer.get_output(index), result) for index, result in enumerate(results))
+    return {tensor.name: values[tensor] for tensor in network.outputs}
 
 
 class BuilderConfig:
@@ -510,13 +540,9 @@ class Context:
         if "rows" in faults and "window_starts" in network.inputs:
             starts = values[network.inputs["window_starts"]] = values[network.inputs["window_starts"]].clone()
             starts[-1] = starts[0]
-        for layer in network.layers:
-            if layer.kind == "Constant":
-                continue
-            results = layer.run([values[tensor] for tensor in layer.inputs])
-            values.update((layer.get_output(index), result) for index, result in enumerate(results))
+        outputs = evaluate(network, values)
         for tensor in network.outputs:
-            value = values[tensor].contiguous()
+            value = outputs[tensor.name].contiguous()
             if hasattr(tensor.layer, "aliases") and tensor.index:
                 if "detach" in faults:
                     continue
@@ -622,6 +648,7 @@ def make_module(name: str = "tensorrt", version: str = "11.4.0") -> types.Module
     module.MatrixOperation = types.SimpleNamespace(NONE=lambda x: x, TRANSPOSE=lambda x: x.transpose(-1, -2))
     module.ReduceOperation = types.SimpleNamespace(AVG=torch.mean, SUM=torch.sum)
     module.TopKOperation = types.SimpleNamespace(MAX="max")
+    module.MoEActType = types.SimpleNamespace(SILU="silu")
     module.GatherMode = types.SimpleNamespace(ELEMENT="element")
     module.BuilderFlag = types.SimpleNamespace(TF32="TF32")
     module.PreviewFeature = types.SimpleNamespace(ALIASED_PLUGIN_IO_10_03="ALIASED_PLUGIN_IO_10_03")

@@ -162,7 +162,7 @@ def test_nvidias_experts_where_the_gpu_has_them(tiny_checkpoint, eager_layers, n
 
     class Blackwell(eager_layers):
         def __init__(self, inputs):
-            super().__init__(inputs, has_moe=True)
+            super().__init__(inputs, arch=100)
 
         def moe_swiglu(self, *arguments):
             calls.append(len(arguments))
