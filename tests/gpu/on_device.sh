@@ -1,7 +1,7 @@
 #!/bin/bash
 # GPU tests, memory checks and kernel benchmarks on a machine that has only this checkout and a Python with torch.
 #
-#     OUT=folder tests/gpu/on_device.sh [tests] [plans] [memcheck] [racecheck] [bench]
+#     OUT=folder tests/gpu/on_device.sh [tests] [prefill] [plans] [memcheck] [racecheck] [bench]
 #
 # Every part has its own time limit and log in $OUT, so that one failure hides nothing.
 set -u
