@@ -190,6 +190,7 @@ def measure(
         layer.step_bytes(cycle),
         ceiling[kind],
         op=f"{layer.geometry.kind}_window",
+        rmw_ceiling_gb_s=round(ceiling["rmw"], 1),
         geometry=name,
         batch=batch,
         window=window,
