@@ -22,8 +22,9 @@ multiprocessor)."""
 WARPS = 4
 """Warps of a block where the heads of a group allow as many."""
 
-REGISTERS_WANTED = {"mamba2": 96, "gdn": 128}
-"""Registers per thread below which the kernels would spill."""
+REGISTERS_WANTED = 128
+"""Registers per thread. H200, batch 256, super120b, fp16 stochastic with nvfp4, by blocks of a multiprocessor: decode
+4: 152 us, 5: 162, 6: 170 (spilling in the flush); verify of 5 without a flush 105, 101, 99, with one 861, 885, 980."""
 
 
 @cache
@@ -74,13 +75,10 @@ def readout_config(
     shared, threads = _shared_bytes(kernel, geometry, settings, count, warps, several), 32 * warps
     if min_ctas is None:
         # A quarter of a multiprocessor's registers serves a quarter of its warps.
-        per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * REGISTERS_WANTED[geometry.kind])
+        per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * REGISTERS_WANTED)
         fewest = wanted[3] or 4 * per_quarter // warps
         min_ctas = max(1, min(fewest, limits.shared_per_sm // (shared + 1024), 16))
     blocks = heads * (rows // count) // (warps * several)
-    if ahead_rows is None:
-        row_bytes = columns * 9 // 16 if settings.readout_dtype == "nvfp4" else columns
-        ahead_rows = geo._ahead_rows(limits, min_ctas, blocks, warps * several * count * row_bytes)
     defines = {
         **geo.geometry_defines(geometry),
         "ROW_TILES": geometry.row_tiles,
@@ -94,7 +92,9 @@ def readout_config(
         "ACTIVATION_FORMAT": geo.FORMATS[settings.activation_dtype],
         "BULK_COPY": int(limits.bulk_copy),
         "MIN_CTAS": min_ctas,
-        "AHEAD_ROWS": ahead_rows,
+        # Looking ahead costs more than it gains here. H200, decode: super120b 154 us without it, 162 with it; qwen122b
+        # 181 and 200.
+        "AHEAD_ROWS": ahead_rows or 0,
         "AHEAD_TILE": int(ahead_tile),
         "SHARED_BYTES": shared,
     }

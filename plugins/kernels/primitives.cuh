@@ -68,6 +68,8 @@ DEVICE u32 convert_e4m3(float value) {
     return result;
 }
 #endif
+// Clamped to [0, 1], within the addition or multiplication that computes the value; NaN becomes 0.
+DEVICE float saturate(float value) { return __saturatef(value); }
 // The larger magnitude; NaN if one is.
 DEVICE float larger_magnitude(float a, float b) {
     float result;

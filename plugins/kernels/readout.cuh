@@ -137,14 +137,15 @@ DEVICE void store_checkpoint(state_t* to, const float (&s)[8], int row, int colu
 constexpr int SIGN_BIT[8] = {15, 31, 18, 2, 0, 16, 1, 17};
 constexpr int MAGNITUDE_BIT[8] = {9, 25, 12, 28, 3, 19, 6, 22};
 
-// Nearest e2m1 magnitude (0 to 7), ties to even, clamped at 6, of a finite value that is not negative: an addition whose
-// last place is the step of e2m1 there (1/2, 1 or 2) rounds it.
-DEVICE u32 e2m1_magnitude(float value) {
-    const float clamped = fminf(value, 6.f);
-    const u32 exponent = float_to_bits(clamped) & 0x7f800000u;
-    const u32 binade = exponent > 0x3f800000u ? exponent : 0x3f800000u;
-    const u32 magic = binade + (22u << 23 | 0x400000u);
-    return float_to_bits(clamped + bits_to_float(magic)) - magic + (binade >> 22) - 254u;
+// Nearest e2m1 magnitude, ties to even, clamped at 6, of 2 `half`, which is not negative: code 0 to 7, added to the bits of
+// 1.5 2^23. Below 2 a code is a half, from 2 to 4 one, beyond two: three pieces, which an addition rounds in turn. No piece
+// starts at an odd code, so ties go to the even one. All of it runs where multiplications do, which have room.
+constexpr float E2M1_BIAS = 12582912.f;
+constexpr u32 E2M1_BIAS_BITS = 0x4b400000u;
+DEVICE u32 biased_e2m1(float half) {
+    float sum = multiply_add(saturate(half), 4.f, E2M1_BIAS);
+    sum = multiply_add(saturate(half - 1.f), 2.f, sum);
+    return float_to_bits(sum + saturate(half - 2.f));
 }
 
 // Largest magnitude of four numbers; NaN if one is.
@@ -163,7 +164,8 @@ DEVICE u32 quad_max(u32 bits) {
 // The lane's word of a pair of blocks of one row, and in `scales` the e4m3 scales of the two blocks (low byte first).
 // tile_field: exponent field of the tile's scale, 255 if it is not finite.
 DEVICE u32 encode_nvfp4(const float (&s)[8], int tile_field, u32& scales) {
-    u32 word = 0;
+    // What the codes' biases add up to, in 32 bits, is taken off at the end.
+    u32 word = 0, biases = 0;
     scales = 0;
     const bool broken = tile_field == 255;
     const float inverse_tile = broken ? 0.f : power_of_two(254 - tile_field);
@@ -175,15 +177,16 @@ DEVICE u32 encode_nvfp4(const float (&s)[8], int tile_field, u32& scales) {
         const u32 code = broken ? 1u : float_to_e4m3(fmaxf(filled, 0x1p-9f));
         scales |= code << 8 * half;
         // The same as scaling by both factors in turn: the first is a power of two.
-        const float factor = inverse_tile * short_reciprocal(e4m3_to_float(code));
+        const float factor = 0.5f * inverse_tile * short_reciprocal(e4m3_to_float(code));
 #pragma unroll
         for (int i = 4 * half; i < 4 * half + 4; i++) {
             const u32 bits = float_to_bits(s[i]);
-            word |= e2m1_magnitude(multiply(bits_to_float(bits & 0x7fffffffu), factor)) << MAGNITUDE_BIT[i];
-            word |= (bits >> 31) << SIGN_BIT[i];
+            word += biased_e2m1(multiply(bits_to_float(bits & 0x7fffffffu), factor)) * (1u << MAGNITUDE_BIT[i]);
+            word += (bits >> 31) * (1u << SIGN_BIT[i]);
+            biases += E2M1_BIAS_BITS << MAGNITUDE_BIT[i];
         }
     }
-    return broken ? 0u : word;
+    return broken ? 0u : word - biases;
 }
 
 // Four e4m3 codes of a row whose scale has the exponent field `field`.
@@ -350,12 +353,13 @@ DEVICE void fold_rows(FoldedState<Values>& folded, u32* row_max, const StateRows
     for (int m = 0; m < M_TILES; m++) {
         float largest[2] = {0.f, 0.f};
         folded.begin(m);
+        RawState raw[2];
+        folded.load(raw, m, 0);
 #pragma unroll 1
         for (int pair = 0; pair < PAIRS; pair++) {
             float s[2][8];
-            RawState raw[2];
-            folded.load(raw, m, pair);
             folded.values(raw, m, pair, s[0], s[1]);
+            if (pair + 1 < PAIRS) folded.load(raw, m, pair + 1);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const float(&v)[8] = s[half];

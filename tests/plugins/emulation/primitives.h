@@ -297,6 +297,7 @@ DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, floa
     });
 }
 
+DEVICE float saturate(float value) { return value > 0.f ? value < 1.f ? value : 1.f : 0.f; }
 DEVICE float larger_magnitude(float a, float b) {
     a = std::fabs(a), b = std::fabs(b);
     return a != a ? a : b != b ? b : a > b ? a : b;
