@@ -261,8 +261,8 @@ def _attention_shared_bytes(head_dim: int, warps: int) -> int:
 
 
 def uses_readout(settings: ReplaySettings) -> bool:
-    """Whether a layer runs a readout kernel: its outputs read a copy of the state, or a checkpoint that is fp8 or rounded
-    stochastically."""
+    """Whether a layer runs a readout kernel: its outputs read a copy of the state, or a checkpoint of fp8 or stochastic
+    rounding."""
     if settings.is_baseline or settings.serial_exact:
         return False
     return settings.readout_dtype != "same" or settings.state_dtype == "float8" or bool(settings.rounding_scalars)
