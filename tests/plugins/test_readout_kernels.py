@@ -21,7 +21,7 @@ STOCHASTIC = {"state_rounding": "stochastic", "rounding_seed": 11}
 CASES = {
     "mamba2-fp16sr-nvfp4": (
         Mamba2Geometry(4, 32, 64, 1),
-        {"state_dtype": "float16", "readout_dtype": "nvfp4", **STOCHASTIC},
+        {"buffer_len": 4, "state_dtype": "float16", "readout_dtype": "nvfp4", **STOCHASTIC},
         90,
     ),
     "mamba2-fp32-nvfp4-verify-tiles": (
@@ -42,7 +42,7 @@ CASES = {
     ),
     "mamba2-two-parts": (
         Mamba2Geometry(8, 24, 64, 2),
-        {"max_window": 5, "state_dtype": "float16", "readout_dtype": "nvfp4", **STOCHASTIC},
+        {"max_window": 5, "buffer_len": 6, "state_dtype": "float16", "readout_dtype": "nvfp4", **STOCHASTIC},
         90,
     ),
     "mamba2-fp8": (Mamba2Geometry(2, 16, 32, 1), {"max_window": 1, "buffer_len": 4, "state_dtype": "float8"}, 90),
@@ -53,7 +53,7 @@ CASES = {
     ),
     "gdn-fp8-nvfp4-checkpoint": (
         GdnGeometry(1, 4, 32, 32),
-        {"state_dtype": "float8", "readout_dtype": "nvfp4", "u_source": "checkpoint"},
+        {"buffer_len": 3, "state_dtype": "float8", "readout_dtype": "nvfp4", "u_source": "checkpoint"},
         90,
     ),
     "gdn-bf16sr": (GdnGeometry(1, 2, 32, 16), {"max_window": 6, "state_dtype": "bfloat16", **STOCHASTIC}, 80),
@@ -97,7 +97,8 @@ def test_repeated_step_is_bit_equal(case: str) -> None:
         call = steps.next_call(prefill=False)
         before = state["checkpoint_position"].clone()
         first = steps.run(kernels, state, call)
-        flushes += int((before != state["checkpoint_position"]).any())
+        now = state["checkpoint_position"]
+        flushes += int(((before != now) & (now > 0)).any())
         kept = to_device(state, "cpu")
         assert torch.equal(first, steps.run(kernels, state, call))
         for name, tensor in state.tensors.items():

@@ -71,9 +71,9 @@ def kernels(case: str):
     return Parts if "parts" in case else launch
 
 
-def make(case: str, **options) -> Steps:
+def make(case: str, seed: int = 0, rows: int = 4, slots: int = 6, **changes) -> Steps:
     geometry, settings = CASES[case]
-    return Steps(geometry, ReplaySettings(**settings), device="cuda:0", **options)
+    return Steps(geometry, ReplaySettings(**{**settings, **changes}), slots, rows, seed, "cuda:0")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -99,7 +99,7 @@ def test_stores_the_references_bytes(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_repeated_step_is_bit_equal(case: str) -> None:
     """Rule 2, also for steps that flush: the same call again changes neither outputs nor state."""
-    steps = make(case, seed=2)
+    steps = make(case, seed=2, buffer_len=4)
     state = steps.pool()
     for _ in range(24):
         call = steps.next_call(prefill=False)
