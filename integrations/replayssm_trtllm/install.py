@@ -29,6 +29,10 @@ def install(model: torch.nn.Module) -> ReplayModel | None:
     except RefusedError as reason:
         say_refused(reason)
         return None
+    except Exception as error:
+        # Nothing was replaced yet, so a model that cannot be read is no reason to keep it from being served.
+        say_refused(f"the model is spelled in an unknown way ({type(error).__name__}: {error})")
+        return None
     if not layers:
         say("this rank has no recurrent layer, so there is nothing to replace")
         return None

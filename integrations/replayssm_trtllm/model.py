@@ -201,13 +201,14 @@ class ReplayModel:
         padded = [-(-width // _ENTRY_ALIGNMENT) * _ENTRY_ALIGNMENT for width in widths]
         needed = count * sum(part.nbytes for layer in pools for part in layer.geometry().ring_parts(replay))
         self._require_memory(needed, count, device)
-        self.steps = Steps(count, sum(padded), device)
+        steps = Steps(count, sum(padded), device)
         flag = torch.zeros(1, dtype=torch.int32, device=device)
-        self._errors = _ErrorWatch(flag)
         start = 0
         for (layer, own), width, step in zip(pools.items(), widths, padded, strict=True):
-            layer.attach(own, replay, self.steps.positions[:, start : start + width], flag)
+            layer.attach(own, replay, steps.positions[:, start : start + width], flag)
             start += step
+        # Replay has begun once there are steps: an allocation that failed above is a reason not to begin.
+        self._errors, self.steps = _ErrorWatch(flag), steps
         total = sum(layer.ring_bytes for layer in pools) + self.steps.nbytes
         say(
             f"active for {len(pools)} recurrent layers: the state ({replay.state_dtype}) is rewritten every "

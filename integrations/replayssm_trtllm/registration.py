@@ -27,6 +27,17 @@ Multimodal wrappers build their text model through the same registry, so they ne
 """
 
 
+def __getattr__(name: str) -> type:
+    """TensorRT-LLM's own class, for a worker that unpickles a class of ours and refuses where its parent did not."""
+    architecture = name.removeprefix("Replay")
+    if name != architecture and architecture in ARCHITECTURES:
+        utils = importlib.import_module("tensorrt_llm._torch.models.modeling_utils")
+        found = _base_class(utils.MODEL_CLASS_MAPPING, architecture, *ARCHITECTURES[architecture])
+        if found is not None:
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def register() -> list[str]:
     """Register what this version of TensorRT-LLM has. Returns the architectures; says why where there are none."""
     try:
@@ -58,9 +69,15 @@ def _register(settings: Settings) -> list[str]:
     registered = []
     for architecture, (module_name, class_name) in ARCHITECTURES.items():
         base = _base_class(mapping, architecture, module_name, class_name)
-        if base is not None:
+        if base is None:
+            continue
+        try:
             decorator(architecture)(_subclass(base, architecture))
-            registered.append(architecture)
+        except Exception as error:
+            # An exception here would end the import, and with it the server.
+            say(f"{architecture} is left out: it does not register ({type(error).__name__}: {error})", warning=True)
+            continue
+        registered.append(architecture)
     if not registered:
         raise RefusedError(f"TensorRT-LLM {version} has none of the models {', '.join(ARCHITECTURES)}")
     say(
@@ -72,7 +89,7 @@ def _register(settings: Settings) -> list[str]:
 def _require_compiler() -> None:
     try:
         importlib.import_module("cuda.bindings.nvrtc")
-    except ImportError as error:
+    except Exception as error:  # bindings that do not fit the installed CUDA raise others than ImportError
         raise RefusedError(
             f"the kernels are compiled with NVRTC, whose Python bindings are missing ({error}): "
             "pip install cuda-bindings nvidia-cuda-nvrtc"

@@ -83,6 +83,24 @@ def test_workers(trtllm, how):
     assert "active for 2 recurrent layers: the state (float32) is rewritten every 7 tokens" in output
 
 
+def test_worker_that_refuses_where_its_parent_did_not(trtllm):
+    """The pickled classes must not keep it from starting: it serves TensorRT-LLM's own."""
+    trtllm.load()
+    payload = {"how": "classes", "mapping": pickle.dumps(trtllm.models.MODEL_CLASS_MAPPING)}
+    result = subprocess.run(
+        [sys.executable, "-c", WORKER],
+        input=pickle.dumps(sys.path) + pickle.dumps(payload),
+        capture_output=True,
+        env=filtered({**os.environ, "TRTLLM_REPLAYSSM": "0"}),
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr.decode()
+    assert ".modeling_nemotron_h NemotronHForCausalLM\n" in result.stdout.decode()
+    assert "not active, TensorRT-LLM is unchanged: TRTLLM_REPLAYSSM=0" in result.stdout.decode()
+    with pytest.raises(AttributeError, match="has no attribute 'ReplayNothing'"):
+        _ = sys.modules["replayssm_trtllm.registration"].ReplayNothing
+
+
 def test_classes_are_registered_under_the_same_names(trtllm):
     trtllm.load()
     mapping = trtllm.models.MODEL_CLASS_MAPPING

@@ -88,6 +88,21 @@ def test_version_with_one_of_the_models(trtllm):
     assert any("Qwen3NextForCausalLM is left out" in line for line in trtllm.lines("info"))
 
 
+def test_model_that_does_not_register(trtllm, monkeypatch):
+    register = trtllm.models.register_auto_model
+
+    def choosy(name):
+        if name == "Qwen3NextForCausalLM":
+            raise KeyError("taken")
+        return register(name)
+
+    monkeypatch.setattr(trtllm.models, "register_auto_model", choosy)
+    registered = trtllm.load().REGISTERED
+    assert len(registered) == 4
+    assert trtllm.models.MODEL_CLASS_MAPPING["Qwen3NextForCausalLM"] is trtllm.builtin["Qwen3NextForCausalLM"]
+    assert "Qwen3NextForCausalLM is left out: it does not register (KeyError: 'taken')" in warnings_of(trtllm)[0]
+
+
 def test_missing_compiler(trtllm, monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
     assert trtllm.load().REGISTERED == []
@@ -187,6 +202,28 @@ def with_operator(module, name):
     return construct
 
 
+class WithoutSignature:
+    """An operator that `inspect` cannot read, as builtins and operators of extensions may be."""
+
+    def __init__(self, operator):
+        self.operator = operator
+
+    @property
+    def __signature__(self):
+        return "unknown"
+
+    def __call__(self, *args, **kwargs):
+        return self.operator(*args, **kwargs)
+
+
+def test_model_that_cannot_be_read(trtllm, pair, monkeypatch):
+    """Whatever goes wrong while the mixers are looked at must not keep the model from being built."""
+    module = sys.modules["tensorrt_llm._torch.modules.mamba.gdn_mixer"]
+    name = "fused_sigmoid_gating_delta_rule_update"
+    monkeypatch.setattr(module, name, WithoutSignature(getattr(module, name)))
+    assert_untouched(trtllm, pair("gdn"), "spelled in an unknown way (TypeError: ")
+
+
 # ------------------------------------------------------------------------------------------------- at the first call
 
 
@@ -258,6 +295,21 @@ def test_operator_that_fails_its_trial(trtllm, pair, monkeypatch):
     layer = operator._stp_ssu_func.__self__
     layer.original = failing
     assert_untouched(trtllm, served, "trial of layer 0's decode operator failed: no such kernel")
+
+
+def test_rings_that_cannot_be_allocated(trtllm, pair, monkeypatch):
+    """Memory may run out between the estimate and the allocation: nothing has begun by then."""
+    served = pair()
+    layer = served.ours.model.model[1]._stp_ssu_func.__self__
+    attach = layer.attach
+
+    def failing(pool, *args):
+        if pool.shape[0] != 2:  # the trial's
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        attach(pool, *args)
+
+    monkeypatch.setattr(layer, "attach", failing)
+    assert_untouched(trtllm, served, "OutOfMemoryError: CUDA out of memory")
 
 
 @pytest.fixture
