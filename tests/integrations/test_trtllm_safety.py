@@ -224,6 +224,29 @@ def test_model_that_cannot_be_read(trtllm, pair, monkeypatch):
     assert_untouched(trtllm, pair("gdn"), "spelled in an unknown way (TypeError: ")
 
 
+MIXERS = {
+    "a missing size": (lambda mixer: delattr(mixer, "d_state"), "lacks d_state: its spelling is unknown"),
+    "dt without softplus": (lambda mixer: setattr(mixer, "delta_softplus", False), "does not apply softplus to dt"),
+    "no layer number": (lambda mixer: delattr(mixer, "layer_idx"), "Mamba2Mixer has no layer_idx"),
+    "another forward": (
+        lambda mixer: setattr(mixer, "forward", lambda hidden_states, metadata: None),
+        "its forward lacks attn_metadata, mamba_metadata",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MIXERS)
+def test_mixer_of_an_unknown_spelling(trtllm, pair, monkeypatch, case):
+    monkeypatch.setenv("TRTLLM_REPLAYSSM_TRUST", "arguments")
+    change, reason = MIXERS[case]
+    model = pair().theirs.model
+    change(model.model[1])
+    assert sys.modules["replayssm_trtllm.install"].install(model) is None
+    (line,) = warnings_of(trtllm)
+    assert reason in line
+    assert "forward" not in vars(model.model[0]), "a mixer was replaced"
+
+
 # ------------------------------------------------------------------------------------------------- at the first call
 
 
@@ -349,6 +372,23 @@ def test_pool_that_the_kernels_cannot_address(trtllm, pair):
         states = executor.manager.ssm_states
         executor.manager.ssm_states = states.transpose(-1, -2).contiguous().transpose(-1, -2)
     assert_untouched(trtllm, served, "must be dense")
+
+
+POOLS = {
+    "of two sizes": (lambda states, layer: states[: 5 + layer], "layers have pools of [5, 6] slots"),
+    "of another shape": (lambda states, layer: states.unflatten(-1, (4, 4)), "the state pool is [7, 4, 8, 4, 4]"),
+    "of another dtype": (lambda states, layer: states.double(), "states of torch.float64 with activations"),
+    "of no layer": (lambda states, layer: {}[layer], "no pool for any layer of this rank"),
+}
+
+
+@pytest.mark.parametrize("case", POOLS)
+def test_pools_of_an_unknown_form(trtllm, pair, case):
+    change, reason = POOLS[case]
+    served = pair()
+    states, module = served.ours.manager.get_ssm_states, sys.modules["replayssm_trtllm.model"]
+    module.state_pool = lambda manager, layer: change(states(layer), layer)
+    assert_untouched(trtllm, served, reason)
 
 
 def test_metadata_of_an_unknown_form(trtllm, pair):
