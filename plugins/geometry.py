@@ -346,7 +346,7 @@ def _shared_bytes(kernel: str, geometry: Mamba2Geometry | GdnGeometry, settings:
     tile = padded * columns * _state_bytes(settings)
     decays = (history + 2 * window_rows + 1) * 4
     if kernel == "mamba2_decode":
-        parked = padded * 8 if _state_bytes(settings) == 2 and padded % 64 else 4
+        parked = padded * 16 if _state_bytes(settings) == 2 else 8
         partials = min(-(-columns // 32), padded // 16) * (history + 1) * 4
         total = tile + history * values + history * row + columns * 2 + partials + 4 + parked
     elif kernel == "mamba2_window":

@@ -9,7 +9,7 @@
 #define ROWS HEADDIM
 #define COLUMNS DSTATE
 #include "replay.cuh"
-#include "mamba2_serial.cuh"
+#include "mamba2_rows.cuh"
 
 static_assert(MAX_WINDOW == 1, "one query");
 
@@ -25,9 +25,9 @@ constexpr int X_STEPS = (HISTORY_ROWS * X_CHUNKS + THREADS - 1) / THREADS;
 constexpr int DOT_COLUMNS = 8 * LANE_COLUMNS;
 constexpr int DOT_STEPS = (COLUMNS + DOT_COLUMNS - 1) / DOT_COLUMNS;
 
-// With 16-bit states more blocks run at once, and where their warps do not divide evenly, registers are short: what is
-// not needed while folding then waits in shared memory.
-constexpr bool PARKS = STATE_FORMAT != FORMAT_FP32 && WARPS % 4 != 0;
+// With 16-bit states more blocks run at once and registers are short: what is not needed while folding then waits in
+// shared memory.
+constexpr bool PARKS = STATE_FORMAT != FORMAT_FP32;
 
 struct Shared {
     alignas(128) state_t tile[PADDED_ROWS * COLUMNS];
@@ -36,7 +36,7 @@ struct Shared {
     alignas(16) activation_t C[COLUMNS];                      // then too
     float partial[PARTIALS][HISTORY_ROWS + 1];                // of B . C; the last is the new token's
     float new_dt;
-    float parked[PARKS ? THREADS : 1];
+    float parked[2][PARKS ? THREADS : 1];
     alignas(8) u64 barrier;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
@@ -229,15 +229,6 @@ mamba2_decode(
                              MAX_HISTORY);
     activation_t* output = y + x_column;
     if (!row.active || row.length > 1) {
-        copy_async_wait();
-        sync_threads();
-        if (has_slot) tile_copy_wait(&shared.barrier);
-        if (!row.active) {
-            if (row.error && tid == 0) atomic_or(error_flag, row.error);
-            write_zeros(row, output, HEADS * ROWS);
-            return;
-        }
-        if (skip_prefill) return;  // the row belongs to mamba2_prefill.cu
         const SerialInputs inputs = {new_x,
                                      dt + (offset_of(start, dt_stride) + block.head),
                                      new_B,
@@ -252,12 +243,9 @@ mamba2_decode(
                                      -expf(log_A),
                                      D_head,
                                      bias};
-        const SerialStores stores = {checkpoint + (offset_of(slot, checkpoint_stride) + state_offset), row.length, nullptr,
-                                     0};
-        for (int first = warp * 4; first < CTA_ROWS; first += WARPS * 4)
-            serial_rows<4, false>(inputs, row, first, slot_state, stores, output + offset_of(start, HEADS * ROWS));
-        if (tid < CTA_TILES)
-            position[(long long)slot * position_stride + tile_index + tid] = row.seq_len + row.length;
+        finish_other_row(row, has_slot, &shared.barrier, skip_prefill, inputs, slot_state,
+                         checkpoint + (offset_of(slot, checkpoint_stride) + state_offset),
+                         position + (offset_of(slot, position_stride) + tile_index), output, error_flag);
         return;
     }
 
@@ -336,16 +324,8 @@ mamba2_decode(
         ring_dt[offset_of(slot, ring_dt_stride) + (new_entry * HEADS + block.head)] = new_dt;
     if ((flush || seq_len == 0) && from_end < CTA_TILES)
         position[offset_of(slot, position_stride) + (tile_index + (int)from_end)] = seq_len;
-    if (later.exists)
-        prefetch_ring(later, later_position, [&](int entry) {
-            prefetch(ring_x_in + (offset_of(later.slot, ring_x_stride) + (entry * (HEADS * ROWS) + x_column)),
-                     CTA_ROWS * sizeof(activation_t));
-            if (block.first_of_group)
-                prefetch(ring_B_in + (offset_of(later.slot, ring_B_stride) + (entry * (GROUPS * COLUMNS) + B_column)),
-                         COLUMNS * sizeof(activation_t));
-            if (block.first_of_head && block.head % 8 == 0)
-                prefetch_sector(ring_dt_in + (offset_of(later.slot, ring_dt_stride) + (entry * HEADS + block.head)));
-        });
+    prefetch_mamba2_ring(later, later_position, block, ring_x_in, ring_x_stride, ring_B_in, ring_B_stride, ring_dt_in,
+                         ring_dt_stride);
 
     float new_sum = 0.f, history_sum = 0.f, product = 0.f;
 #pragma unroll
@@ -366,13 +346,13 @@ mamba2_decode(
     }
     const float new_coefficient = multiply_add(new_dt, new_sum, D_head);
     float rest = multiply_add(new_coefficient, activation_to_float(own_x), history_sum);
-    const float decay = decay_of((flush ? 0.f : total) + new_decay);
+    float decay = decay_of((flush ? 0.f : total) + new_decay);
     if (from_end < X_CHUNKS)
         *(uint4*)(ring_x + (offset_of(slot, ring_x_stride) + (new_entry * (HEADS * ROWS) + x_column)) + from_end * 8) =
             append_x;
     tile_copy_wait(&shared.barrier);
     if (flush) {
-        if (PARKS) shared.parked[tid] = rest;
+        if (PARKS) shared.parked[0][tid] = rest, shared.parked[1][tid] = decay;
         const float weight = past.dt * decay_of(behind);
         float values[HISTORY_BLOCKS][4];
 #pragma unroll
@@ -386,7 +366,7 @@ mamba2_decode(
         }
         product = fold_and_dot(shared.tile, checkpoint + (offset_of(slot, checkpoint_stride) + state_offset), c > 0,
                                decay_of(total), values, shared.B, shared.C);
-        if (PARKS) rest = shared.parked[tid];
+        if (PARKS) rest = shared.parked[0][tid], decay = shared.parked[1][tid];
     } else if (c > 0) {
         product = dot(shared.tile, query);
     }

@@ -8,7 +8,7 @@
 #define ROWS HEADDIM
 #define COLUMNS DSTATE
 #include "replay.cuh"
-#include "mamba2_serial.cuh"
+#include "mamba2_rows.cuh"
 
 constexpr int QUERY_TILES = WINDOW_ROWS / 8;
 // Rows of tokens in shared memory: row k of the history is the token HISTORY_ROWS - k before the window, so that its ring
@@ -100,15 +100,6 @@ mamba2_window(
     const activation_t* slot_ring_B = computed(ring_B_in + (offset_of(slot, ring_B_stride) + B_column));
     const float* slot_ring_dt = ring_dt_in + (offset_of(slot, ring_dt_stride) + block.head);
     if (!row.active || row.length > MAX_WINDOW) {
-        copy_async_wait();
-        sync_threads();
-        if (has_slot) tile_copy_wait(&shared.barrier);
-        if (!row.active) {
-            if (row.error && tid == 0) atomic_or(error_flag, row.error);
-            write_zeros(row, output, HEADS * ROWS);
-            return;
-        }
-        if (skip_prefill) return;  // the row belongs to mamba2_prefill.cu
         const SerialInputs inputs = {row_x,
                                      dt + (offset_of(start, dt_stride) + block.head),
                                      row_B,
@@ -123,11 +114,9 @@ mamba2_window(
                                      -expf(log_A),
                                      D_head,
                                      bias};
-        const SerialStores stores = {checkpoint + (offset_of(slot, checkpoint_stride) + state_offset), row.length, nullptr,
-                                     0};
-        for (int first = warp * 4; first < CTA_ROWS; first += WARPS * 4)
-            serial_rows<4, false>(inputs, row, first, slot_state, stores, output + offset_of(start, HEADS * ROWS));
-        if (tid < CTA_TILES) position[offset_of(slot, position_stride) + tile_index + tid] = row.seq_len + row.length;
+        finish_other_row(row, has_slot, &shared.barrier, skip_prefill, inputs, slot_state,
+                         checkpoint + (offset_of(slot, checkpoint_stride) + state_offset),
+                         position + (offset_of(slot, position_stride) + tile_index), output, error_flag);
         return;
     }
 
@@ -204,16 +193,8 @@ mamba2_window(
             shared.dt_window[from_end];
     if ((flush || seq_len == 0) && from_end < CTA_TILES)
         position[offset_of(slot, position_stride) + (tile_index + (int)from_end)] = seq_len;
-    if (later.exists)
-        prefetch_ring(later, later_position, [&](int entry) {
-            prefetch(ring_x_in + (offset_of(later.slot, ring_x_stride) + (entry * (HEADS * ROWS) + x_column)),
-                     CTA_ROWS * sizeof(activation_t));
-            if (block.first_of_group)
-                prefetch(ring_B_in + (offset_of(later.slot, ring_B_stride) + (entry * (GROUPS * COLUMNS) + B_column)),
-                         COLUMNS * sizeof(activation_t));
-            if (block.first_of_head && block.head % 8 == 0)
-                prefetch_sector(ring_dt_in + (offset_of(later.slot, ring_dt_stride) + (entry * HEADS + block.head)));
-        });
+    prefetch_mamba2_ring(later, later_position, block, ring_x_in, ring_x_stride, ring_B_in, ring_B_stride, ring_dt_in,
+                         ring_dt_stride);
     sync_threads();
 
     float sum[QUERY_TILES][4] = {};
