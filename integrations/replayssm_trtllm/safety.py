@@ -109,8 +109,12 @@ def check_manager(manager: Any, settings: Settings) -> None:
             f"the state manager {name} is unknown to this module, which knows {', '.join(MANAGERS)}; "
             f"{TRUST}=manager vouches that only the mixers read the states of requests that are being decoded"
         )
-    snapshots = _get(manager, "linear_attention_metadata", "states_snapshot_interval")
-    if snapshots or (name.startswith("Cpp") and _get(manager, "kv_cache_config", "enable_block_reuse")):
+    # Some managers have an interval of snapshots even where none is taken, so it tells only what nothing else does.
+    pages = getattr(manager, "linear_attention_metadata", None)
+    reuse = _get(manager, "kv_cache_config", "enable_block_reuse")
+    if reuse is None:
+        reuse = _get(pages, "states_snapshot_interval")
+    if reuse and (pages is not None or name.startswith("Cpp")):
         raise RefusedError(
             "blocks are reused, so the state manager copies states between slots while requests are decoded; set "
             "kv_cache_config.enable_block_reuse: false"

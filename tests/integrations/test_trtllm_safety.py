@@ -264,11 +264,25 @@ def test_trusted_manager(trtllm, pair, monkeypatch):
     assert not warnings_of(trtllm)
 
 
-def test_block_reuse_in_the_pool_of_pages(trtllm, pair):
+@pytest.mark.parametrize("told_by", ["kv_cache_config", "interval"])
+def test_block_reuse_in_the_pool_of_pages(trtllm, pair, told_by):
+    served = pair(manager="CppMambaHybridCacheManager")
+    for executor in (served.ours, served.theirs):
+        if told_by == "kv_cache_config":
+            executor.manager.kv_cache_config.enable_block_reuse = True
+        else:
+            del executor.manager.kv_cache_config
+            executor.manager.linear_attention_metadata.states_snapshot_interval = 256
+    assert_untouched(trtllm, served, "enable_block_reuse: false")
+
+
+def test_interval_of_snapshots_without_block_reuse(trtllm, pair):
+    """Some 1.3 managers set it from the configuration even where enable_block_reuse is false and none is taken."""
     served = pair(manager="CppMambaHybridCacheManager")
     for executor in (served.ours, served.theirs):
         executor.manager.linear_attention_metadata.states_snapshot_interval = 256
-    assert_untouched(trtllm, served, "enable_block_reuse: false")
+    assert served.run_some() < EXACT
+    assert not warnings_of(trtllm)
 
 
 def test_speculation_that_only_the_manager_knows(trtllm, pair):
