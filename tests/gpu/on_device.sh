@@ -1,9 +1,13 @@
 #!/bin/bash
 # GPU tests, memory checks and kernel benchmarks on a machine that has only this checkout and a Python with torch.
 #
-#     OUT=folder tests/gpu/on_device.sh [tests] [prefill] [plans] [memcheck] [racecheck] [bench]
+#     OUT=folder tests/gpu/on_device.sh [PART...]
 #
-# Every part has its own time limit and log in $OUT, so that one failure hides nothing.
+# Tests: tests (window kernels), prefill, readout, plans (the plugins' PTX as aot_impl returns it, and the runtime around
+# it), sessions (whole generations, captured steps, attention), trtllm. Others: memcheck, racecheck, initcheck, bench
+# (window kernels and peers), bench_prefill. $PYTEST adds options to pytest (-n 8), $BENCH to benchmarks; $LIMIT is the
+# seconds of a part. Parts run one after the other, because tests side by side starve each other and disturb timings;
+# each has its own log in $OUT, so that one failure hides nothing.
 set -u
 cd "$(dirname "$0")/../.."
 OUT=${OUT:-/tmp/replayssm-gpu}
@@ -27,33 +31,30 @@ memory_tool() {  # cuda-bindings looks up driver symbols that may be absent, whi
     tail -n 4 "$OUT/$1.log"
 }
 
+run_tests() {  # name, files...
+    local name=$1
+    shift
+    PYTHONPATH="$PYTHONPATH:tests/gpu" part "$name" "${LIMIT:-110}" python3 -m pytest "$@" -v --tb=short \
+        -p no:cacheprovider -p instant_report --import-mode=importlib ${PYTEST:-}
+    grep -E "FAILED|ERROR|passed|failed" "$OUT/$name.log" | tail -n 40
+}
+
+benchmark() {  # file without .py
+    part "$1" "${LIMIT:-110}" python3 "benchmarks/$1.py" ${BENCH:-}
+    cat "$OUT/$1.log"
+}
+
 for wanted in "$@"; do
     case $wanted in
-    tests)
-        PYTHONPATH="$PYTHONPATH:tests/gpu" part tests "${LIMIT:-110}" python3 -m pytest tests/plugins/test_kernels_gpu.py \
-            -v --tb=short -p no:cacheprovider -p instant_report ${PYTEST:-}
-        grep -E "FAILED|ERROR|passed|failed" "$OUT/tests.log" | tail -n 40
-        ;;
-    plans) # the plugins' PTX as aot_impl returns it, and the runtime for plans around it
-        PYTHONPATH="$PYTHONPATH:tests/gpu" part plans "${LIMIT:-110}" python3 -m pytest \
-            tests/plugins/test_tensorrt_ops_gpu.py tests/runtime/test_plans_gpu.py \
-            -v --tb=short -p no:cacheprovider -p instant_report ${PYTEST:-}
-        grep -E "FAILED|ERROR|passed|failed" "$OUT/plans.log" | tail -n 40
-        ;;
-    prefill)
-        PYTHONPATH="$PYTHONPATH:tests/gpu" part prefill "${LIMIT:-110}" python3 -m pytest \
-            tests/plugins/test_prefill_kernels_gpu.py -v --tb=short -p no:cacheprovider -p instant_report ${PYTEST:-}
-        grep -E "FAILED|ERROR|passed|failed" "$OUT/prefill.log" | tail -n 40
-        part bench_prefill "${LIMIT:-110}" python3 benchmarks/bench_prefill.py ${BENCH:-}
-        cat "$OUT/bench_prefill.log"
-        ;;
+    tests) run_tests tests tests/plugins/test_kernels_gpu.py ;;
+    prefill) run_tests prefill tests/plugins/test_prefill_kernels_gpu.py ;;
+    readout) run_tests readout tests/plugins/test_readout_kernels_gpu.py ;;
+    plans) run_tests plans tests/plugins/test_tensorrt_ops_gpu.py tests/runtime/test_plans_gpu.py ;;
+    sessions) run_tests sessions tests/runtime/test_session_cuda.py tests/runtime/test_executor_cuda.py ;;
+    trtllm) run_tests trtllm tests/integrations/test_trtllm_gpu.py ;;
     memcheck | racecheck | initcheck) memory_tool "$wanted" ;;
-    bench)
-        for operator in mamba2 gdn; do
-            part "bench_$operator" "${LIMIT:-110}" python3 "benchmarks/bench_${operator}_window.py" ${BENCH:-}
-            cat "$OUT/bench_$operator.log"
-        done
-        ;;
+    bench) benchmark bench_mamba2_window && benchmark bench_gdn_window ;;
+    bench_prefill) benchmark bench_prefill ;;
     *) echo "unknown part $wanted" ;;
     esac
 done
