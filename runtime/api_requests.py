@@ -66,6 +66,11 @@ class RequestMaker:
             raise ValueError("the checkpoint has no chat template: use /v1/completions, or serve with --chat-template")
         messages, tools = [message.for_template() for message in body.messages], body.usable_tools
         if tools and self.format.tool_parser is None:
+            if self.options.tool_parser == "auto":
+                raise ValueError(
+                    "the model's chat template shows no format of tool calls that is known here: name one with "
+                    "--tool-parser if the model has one, or ask without tools"
+                )
             raise ValueError("this server parses no tool calls: start it with --tool-parser, or ask without tools")
         if tools and "tools" not in template:
             raise ValueError("the chat template has no place for tools: ask without them")

@@ -82,7 +82,7 @@ def assess_targets(packages: dict[str, str | None], gpus: tuple[Gpu, ...], drive
         "torch": _assess_torch(packages, gpus, driver),
         "tensorrt": _assess_tensorrt(packages, gpus),
         "tensorrt-rtx": _assess_tensorrt_rtx(packages["tensorrt-rtx"], gpus),
-        "tensorrt-llm": _not_yet(packages["tensorrt-llm"], "TensorRT-LLM"),
+        "tensorrt-llm": _assess_tensorrt_llm(packages["tensorrt-llm"]),
     }
 
 
@@ -131,9 +131,10 @@ def _assess_tensorrt_rtx(version: str | None, gpus: tuple[Gpu, ...]) -> Status:
     return Status(True, f"TensorRT-RTX {version} compiles and runs plans", "compare them with `replayssm check ENGINE`")
 
 
-def _not_yet(version: str | None, name: str) -> Status:
-    found = f"{name} {version} is installed, but" if version else f"{name} is not installed, and"
-    return Status(False, f"{found} this version has no target for it", "nothing: it follows in a later version")
+def _assess_tensorrt_llm(version: str | None) -> Status:
+    found = f"TensorRT-LLM {version} is installed" if version else "TensorRT-LLM is not installed"
+    detail = f"{found}; it runs no plans, and a module of this project decodes inside of it"
+    return Status(False, detail, "see docs/trtllm.md and `replayssm trtllm-module --check`")
 
 
 def _install(extra: str) -> str:

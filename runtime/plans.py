@@ -48,7 +48,10 @@ class PlanRuntime:
         self.directory, self.device = directory, device
         self.module = tensorrt_ops.load_module(target)
         if device.type != PLAN_DEVICE:
-            raise ValueError(f"the plans of {directory} run on a GPU, not on device {device}: use --device cuda")
+            raise ValueError(
+                f"the plans of {directory} run on a GPU, not on device {device}: use --device cuda, on a machine that "
+                "has one"
+            )
         self.description = self.describe(directory)
         self.profiles = self.description["profiles"]
         self._check_device()

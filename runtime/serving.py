@@ -140,6 +140,7 @@ def with_draft_costs(session: Session, drafter: Drafter | None, options: Schedul
     """Options with what drafts cost on this session's device, measured now; as they are without a drafter."""
     if drafter is None:
         return options
+    logger.info("timing steps with and without drafts, at several batch sizes, before the server is ready")
     costs = measure_draft_costs(session, drafter, checked_draft_len(session, drafter, options.draft_len))
     for batch, chance in costs.crossovers().items():
         logger.info(

@@ -44,7 +44,10 @@ def check(engine: Path, checkpoint: Path | None, device: str, operators: bool, s
 
     loaded = Engine.load(engine)
     if not loaded.has_plans:
-        raise ValueError(f"{engine} was built for target torch, and check compares plans: use --target tensorrt")
+        raise ValueError(
+            f"{engine} was built for target torch, and check compares plans: build one with `replayssm build --target "
+            "tensorrt`"
+        )
     tensorrt_ops.load_module(loaded.manifest.target)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("plans run on a GPU, and torch sees none here (`replayssm doctor` says why)")

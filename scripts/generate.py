@@ -54,7 +54,7 @@ import click
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
     show_default=True,
-    help="cuda: the kernels were tested one by one on a GPU, whole generations not yet.",
+    help="cuda: the first GPU, with this project's kernels and captured steps.",
 )
 @click.option("--verify", is_flag=True, help="Check every file of the engine against its SHA-256 first.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object (a list of them for several prompts).")

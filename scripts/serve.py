@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,7 @@ def serve(
 
     logs.set_up(log_level, log_format == "json")
     options = options if config is None else apply_config(config, options)
+    _check_address(options["host"], options["port"])
     loaded = Engine.load(engine or _cached_engine(checkpoint, options["max_batch_size"], options["max_seq_len"]))
     app = create_app(_loop(loaded, **options), _server_options(loaded, **options))
     uvicorn.run(
@@ -107,6 +109,17 @@ def serve(
         access_log=False,
         timeout_graceful_shutdown=options["shutdown_timeout"],
     )
+
+
+def _check_address(host: str, port: int) -> None:
+    """ValueError if the server could not listen there, before anything is loaded."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[:1]:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}, port {port}: {error.strerror}; change --host or --port") from error
 
 
 def _loop(engine: Any, **options: Any) -> Any:

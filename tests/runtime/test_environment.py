@@ -54,6 +54,7 @@ def test_plans_need_a_gpu_that_runs_them() -> None:
         "tensorrt-rtx": False,
         "tensorrt-llm": False,
     }
+    assert "trtllm-module" in assess_targets(found, (), None)["tensorrt-llm"].next_step
     targets = assess_targets(found, H200, "580.1.2")
     assert targets["tensorrt"].works
     assert "replayssm check" in targets["tensorrt"].next_step

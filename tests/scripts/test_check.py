@@ -87,7 +87,10 @@ def test_what_cannot_be_checked_is_one_line(check, plan_engine, tiny_checkpoint,
     build_engine(tiny_checkpoint("nano"), tmp_path / "torch", BuildOptions(max_seq_len=64))
     engine, _ = plan_engine("nano", **SMALL)
     for arguments, message in (
-        ((tmp_path / "torch",), "was built for target torch, and check compares plans: use --target tensorrt"),
+        (
+            (tmp_path / "torch",),
+            "built for target torch, and check compares plans: build one with `replayssm build",
+        ),
         (
             (engine.directory, "--checkpoint", tiny_checkpoint("qwen")),
             "is not the checkpoint that the engine was built",

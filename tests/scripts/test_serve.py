@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -155,3 +156,12 @@ def test_bad_options(engine, monkeypatch, arguments, message):
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_taken_port_is_one_line_before_anything_is_loaded(engine):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = CliRunner().invoke(main, ["serve", str(engine), "--port", str(taken.getsockname()[1])])
+    assert result.exit_code == 2
+    assert re.fullmatch(r"error: cannot listen on .*; change --host or --port\n", result.stderr)
