@@ -1,7 +1,8 @@
 // Gated DeltaNet over a replayed history: decode and verify windows of up to MAX_WINDOW tokens. Longer (prefill) rows
-// belong to gdn_prefill.cu if `skip_prefill` says so, and go token by token otherwise. One thread block per (row of the batch, value head, CTA_ROWS rows of the state). What depends on the
-// window alone is solved once per block, while the state travels: two small matrices then turn what the state and the
-// history say into the window's u and outputs. See plugins/reference/gdn.py.
+// belong to gdn_prefill.cu if `skip_prefill` says so, and go token by token otherwise. One thread block per (row of the
+// batch, value head, CTA_ROWS rows of the state). What depends on the window alone is solved once per block, while the
+// state travels: two small matrices then turn what the state and the history say into the window's u and outputs. See
+// plugins/reference/gdn.py.
 //
 // Stamped in: NUM_K_HEADS, NUM_V_HEADS, HEAD_K_DIM, HEAD_V_DIM, ROW_TILES, CTA_ROWS, BUFFER_LEN, MAX_WINDOW,
 // STATE_FORMAT, ACTIVATION_FORMAT, U_PLANES, BULK_COPY, MIN_CTAS, AHEAD_ROWS, SHARED_BYTES.
