@@ -1,5 +1,6 @@
 // Mamba2 over a replayed history: decode and verify windows of up to MAX_WINDOW tokens. Longer (prefill) rows belong to
-// mamba2_prefill.cu if `skip_prefill` says so, and go token by token otherwise. One thread block per (row of the batch, head, CTA_ROWS rows of the state). See plugins/reference/mamba2.py.
+// mamba2_prefill.cu if `skip_prefill` says so, and go token by token otherwise. One thread block per (row of the batch,
+// head, CTA_ROWS rows of the state). See plugins/reference/mamba2.py.
 //
 // Stamped in: NHEADS, HEADDIM, DSTATE, NGROUPS, ROW_TILES, CTA_ROWS, BUFFER_LEN, MAX_WINDOW, STATE_FORMAT,
 // ACTIVATION_FORMAT, BULK_COPY, MIN_CTAS, SHARED_BYTES.
