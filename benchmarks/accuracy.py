@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.commit import current_commit  # noqa: E402
 from examples import tasks  # noqa: E402
 from examples.evaluate import MAX_NEW_TOKENS, wilson  # noqa: E402
 
@@ -85,9 +85,7 @@ def describe(session: Any, device: str) -> dict[str, Any]:
     import torch
 
     manifest, replay = session.engine.manifest, session.engine.manifest.replay
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
+    commit = current_commit()
     return {
         "benchmark": "accuracy",
         "op": "generate",

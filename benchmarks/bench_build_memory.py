@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+from commit import current_commit
 
 ALLOWANCE_BYTES = 2 * 10**9
 """Peak memory must stay below the largest shard plus this."""
@@ -97,13 +98,6 @@ def make_checkpoint(model: str, directory: Path, shards: int) -> int:
     return max(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
-def _commit() -> str:
-    result = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return result.stdout.strip()
-
-
 def steps(names: tuple[str, ...], source: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Name and arguments of each step to measure."""
     for name in names:
@@ -154,7 +148,7 @@ def describe(model: str, step: str, peak: Peak, source: Path, largest_shard: int
         "checkpoint_bytes": sum(path.stat().st_size for path in source.iterdir()),
         "seconds": round(peak.seconds, 1),
         "gpu": None,
-        "commit": _commit(),
+        "commit": current_commit("--short"),
         "date": datetime.date.today().isoformat(),
         "correct": True,
     }

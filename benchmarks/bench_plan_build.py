@@ -19,7 +19,8 @@ from pathlib import Path
 
 import click
 import torch
-from bench_build_memory import _commit, measure
+from bench_build_memory import measure
+from commit import current_commit
 
 LAYERS = "M-M-M-M-M-*-M-M-M-M-M-*-"
 RUN = "from replayssm.scripts.cli import main; main()"
@@ -111,7 +112,7 @@ def main(vocab_size: int, directory: Path | None, output: Path | None) -> None:
                     "largest_plan_bytes": max(plans),
                     "compiler": version,
                     "gpu": None,
-                    "commit": _commit(),
+                    "commit": current_commit("--short"),
                     "date": datetime.date.today().isoformat(),
                     "correct": True,
                 }

@@ -13,13 +13,13 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
+from commit import current_commit
 
 from replayssm.plugins import launch
 from replayssm.plugins.geometry import KernelConfig, compile_target
@@ -109,16 +109,9 @@ def ceilings(nbytes: int, pool: torch.Tensor) -> dict[str, float]:
 @cache
 def environment() -> dict[str, str]:
     """GPU, commit ($REPLAYSSM_COMMIT where there is no git) and date of a result line."""
-    root, commit = Path(__file__).parent, os.environ.get("REPLAYSSM_COMMIT", "")
-    if not commit:
-        try:
-            done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True)
-            commit = done.stdout.strip()
-        except OSError:
-            pass
     return {
         "gpu": torch.cuda.get_device_name(0),
-        "commit": commit or "unknown",
+        "commit": current_commit() or "unknown",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 

@@ -31,7 +31,7 @@ import httpx
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench_build_memory import _commit  # noqa: E402
+from commit import current_commit  # noqa: E402
 
 from examples import tasks  # noqa: E402
 
@@ -168,7 +168,8 @@ def main() -> None:
         value = result["generated_tokens_per_s"]
         line = {"benchmark": "serve_load", "op": "serve", "geometry": result["model"], "variant": "ours",
                 "value": value, "unit": "tokens/s", "serve": options.serve, **result, "gpu": None,
-                "commit": _commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()), "correct": correct}  # fmt: skip
+                "commit": current_commit("--short"),
+                "date": time.strftime("%Y-%m-%d", time.gmtime()), "correct": correct}  # fmt: skip
         with options.output.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     if not correct:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.commit import current_commit  # noqa: E402
 from examples import model as layers  # noqa: E402
 from examples import networks, tasks  # noqa: E402
 from examples.export import load  # noqa: E402
@@ -213,9 +213,7 @@ def curves(
 
 
 def lines(source: Source, formats: Sequence[StateFormat], tokens: int, every: int) -> Iterator[dict[str, Any]]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
+    commit = current_commit("--short")
     for form, curve in curves(source, formats, tokens, every).items():
         last = max(1, len(curve["tokens"]) // 4)
         yield {

@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from replayssm.builders.architecture import ModelConfig
-from replayssm.builders.atomic import atomic_directory, require_apart, require_only
+from replayssm.builders.atomic import atomic_directory, require_apart
 from replayssm.builders.checkpoint import Checkpoint
 from replayssm.builders.config import read_json
 from replayssm.builders.formats import MIXED_PRECISION, NVFP4, W4A16_NVFP4
 from replayssm.builders.inspection import Inspection, inspect_model
+from replayssm.builders.output_marker import MARKER_NAME, is_marked
 from replayssm.plugins.contract import Mamba2Geometry, RecurrentGeometry, ReplaySettings
 
 VERSIONS = ("1.2", "1.3", "1.4")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
-CONFIG_NAME, GUIDE_NAME, MARKER_NAME = "trtllm.yaml", "TRTLLM.md", "replayssm.json"
+CONFIG_NAME, GUIDE_NAME = "trtllm.yaml", "TRTLLM.md"
 _MARKER_FORMAT = "replayssm-trtllm-export"
 _REWRITTEN = ("hf_quant_config.json", "quant_cfg.json", CONFIG_NAME, GUIDE_NAME, MARKER_NAME)
 _CACHE_SHARE = 0.9
@@ -121,15 +122,7 @@ def export_trtllm(checkpoint_dir: Path, output_dir: Path, options: ExportOptions
 
 def is_own_export(directory: Path) -> bool:
     """Whether an export wrote `directory`; ValueError if it holds files of others too."""
-    try:
-        marker = read_json(directory / MARKER_NAME)
-    except (OSError, ValueError):
-        return False
-    files = marker.get("files")
-    if marker.get("format") != _MARKER_FORMAT or not isinstance(files, list):
-        return False
-    require_only(directory, {MARKER_NAME, *(name for name in files if isinstance(name, str))})
-    return True
+    return is_marked(directory, _MARKER_FORMAT)
 
 
 def recurrent_geometries(config: ModelConfig) -> list[RecurrentGeometry]:

@@ -15,10 +15,10 @@ import torch
 
 from replayssm.builders import nvfp4
 from replayssm.builders.architecture import AttentionConfig, GdnConfig, LayerConfig, MlpConfig, MoeConfig
-from replayssm.builders.atomic import require_only
 from replayssm.builders.checkpoint import INDEX_NAME, Checkpoint
 from replayssm.builders.config import read_json
 from replayssm.builders.formats import FP8
+from replayssm.builders.output_marker import MARKER_NAME, is_marked
 from replayssm.builders.safetensors_file import SafetensorsWriter, plan_shards
 from replayssm.builders.weight_shapes import layer_shapes, storage
 from replayssm.plugins.contract import ELEMENT_BITS
@@ -30,23 +30,12 @@ _SKIPPED_NAMES = ("config.json", "hf_quant_config.json", INDEX_NAME, "pytorch_mo
 
 Spec = tuple[str, tuple[int, ...]]
 
-MARKER_NAME = "replayssm.json"
-"""Says that replayssm wrote the directory, and which files: nothing else is ever replaced."""
-
 _MARKER_FORMAT = "replayssm-quantized-checkpoint"
 
 
 def is_own_output(directory: Path) -> bool:
     """Whether `quantize` wrote `directory`; ValueError if it holds files of others too."""
-    try:
-        marker = read_json(directory / MARKER_NAME)
-    except (OSError, ValueError):
-        return False
-    files = marker.get("files")
-    if marker.get("format") != _MARKER_FORMAT or not isinstance(files, list):
-        return False
-    require_only(directory, {MARKER_NAME, *(name for name in files if isinstance(name, str))})
-    return True
+    return is_marked(directory, _MARKER_FORMAT)
 
 
 def shared_input_groups(layer: LayerConfig) -> list[tuple[str, ...]]:
