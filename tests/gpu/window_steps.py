@@ -225,6 +225,21 @@ def assert_close(worst: dict[str, float], steps: Steps) -> None:
         assert error <= limits.get(name, 0.0), f"{name}: {error:.2e}, limit {limits.get(name, 0.0):.0e}"
 
 
+def assert_nan_stays_in_its_row(steps: Steps, kernels) -> None:
+    """NaN in all inputs of one row of a call: that row's outputs are NaN, all others as they are without it."""
+    state = steps.pool()
+    steps.positions = [0] * steps.slots
+    call = steps.next_call(odd_rows=False, prefill=False)
+    clean = steps.run(kernels, to_device(state, steps.device), call)
+    own = slice(call.starts[1], call.starts[1] + call.lengths[1])
+    for tensor in call.inputs:
+        tensor[own] = torch.nan
+    dirty = steps.run(kernels, state, call)
+    assert dirty[own].isnan().all()
+    dirty[own] = clean[own]
+    assert torch.equal(dirty, clean)
+
+
 def _element_error(value: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest error of an element, in units of one rounding of its dtype plus 2e-3 of the root mean square."""
     ulp = 2.0**-7 if value.dtype == torch.bfloat16 else 2.0**-10

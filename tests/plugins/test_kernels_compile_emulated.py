@@ -22,7 +22,7 @@ from replayssm.plugins.contract import (
 
 sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
 from emulate import Emulated
-from window_steps import Steps, assert_close, compare, judge, to_device
+from window_steps import Steps, assert_close, assert_nan_stays_in_its_row, compare, judge, to_device
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 
@@ -191,15 +191,4 @@ def test_invalid_rows_raise_bits_and_harm_nobody(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["mamba2-verify-tiles", "gdn-verify"])
 def test_nan_stays_in_its_row(case: str) -> None:
-    steps, kernels = make(case, seed=6)
-    state = steps.pool()
-    steps.positions = [0] * steps.slots
-    call = steps.next_call(odd_rows=False, prefill=False)
-    clean = steps.run(kernels, to_device(state, "cpu"), call)
-    own = slice(call.starts[1], call.starts[1] + call.lengths[1])
-    for tensor in call.inputs:
-        tensor[own] = torch.nan
-    dirty = steps.run(kernels, state, call)
-    assert dirty[own].isnan().all()
-    dirty[own] = clean[own]
-    assert torch.equal(dirty, clean)
+    assert_nan_stays_in_its_row(*make(case, seed=6))

@@ -13,7 +13,7 @@ from replayssm.plugins.readout_geometry import readout_config
 sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
 from emulate import Emulated
 from readout_steps import assert_same_bytes, exact_steps
-from window_steps import Steps, assert_close, compare, to_device
+from window_steps import Steps, assert_close, assert_nan_stays_in_its_row, compare, to_device
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 
@@ -145,18 +145,7 @@ def test_corrupted_readout_never_reaches_the_checkpoint() -> None:
 
 @pytest.mark.parametrize("case", ["mamba2-fp16sr-nvfp4", "gdn-fp16sr-nvfp4-verify"])
 def test_nan_stays_in_its_row(case: str) -> None:
-    steps, kernels = make(case, seed=6)
-    state = steps.pool()
-    steps.positions = [0] * steps.slots
-    call = steps.next_call(odd_rows=False, prefill=False)
-    clean = steps.run(kernels, to_device(state, "cpu"), call)
-    own = slice(call.starts[1], call.starts[1] + call.lengths[1])
-    for tensor in call.inputs:
-        tensor[own] = torch.nan
-    dirty = steps.run(kernels, state, call)
-    assert dirty[own].isnan().all()
-    dirty[own] = clean[own]
-    assert torch.equal(dirty, clean)
+    assert_nan_stays_in_its_row(*make(case, seed=6))
 
 
 def test_result_does_not_depend_on_the_window_class() -> None:
