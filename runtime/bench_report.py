@@ -49,17 +49,17 @@ def make_report(
         "machine": _machine(),
         "request_info": _request_info(records),
         "world_info": {
-            "tp_size": 1,
+            "tp_size": engine.ranks,
             "pp_size": 1,
             "ep_size": None,
-            "world_size": 1,
+            "world_size": engine.ranks,
             "max_batch_size": session.slots,
             "max_num_tokens": scheduler.max_num_tokens,
             "scheduling_policy": "GUARANTEED_NO_EVICT" if scheduler.options.time_slice is None else "MAX_UTILIZATION",
             "kv_cache_percentage": memory_fraction * 100,
             "issue_rate": len(records) / max(max(r.start for r in records) - min(r.start for r in records), 1e-9),
         },
-        "performance": _performance(records),
+        "performance": _performance(records, engine.ranks),
         "dataset": _dataset(records, dataset),
         "replayssm": {
             "buffer_len": session.settings.buffer_len,
@@ -131,7 +131,7 @@ def _request_info(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _performance(records: Sequence[Record]) -> dict[str, Any]:
+def _performance(records: Sequence[Record], ranks: int) -> dict[str, Any]:
     span = _span(records)
     inputs, outputs = (sum(getattr(r, name) for r in records) for name in ("input_tokens", "output_tokens"))
     return {
@@ -141,7 +141,7 @@ def _performance(records: Sequence[Record]) -> dict[str, Any]:
         "system_output_throughput_tok_s": outputs / span,
         "system_total_throughput_tok_s": (inputs + outputs) / span,
         "output_throughput_per_user_tok_s": _mean(record.output_tokens / record.latency for record in records),
-        "output_throughput_per_gpu_tok_s": outputs / span,
+        "output_throughput_per_gpu_tok_s": outputs / span / ranks,
         "request_latency_percentiles_ms": percentiles(record.latency * 1e3 for record in records),
     }
 

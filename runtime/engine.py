@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ class Engine:
     weights: by name, memory-mapped from the engine's files; networks share them. Plans hold their own: an engine of
         them has only the weights that operators between plans read.
     emulate_activation_quantization: executors round activations as the checkpoint's recipe says; for comparisons.
+    operators: of its networks, by name, beside those that every executor knows (`runtime.parallel`).
     """
 
     directory: Path
@@ -36,6 +37,9 @@ class Engine:
     weights: Mapping[str, torch.Tensor]
     resident_weights: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
     emulate_activation_quantization: bool = False
+    operators: Mapping[str, Callable[..., Any]] = field(default_factory=dict, repr=False)
+
+    ranks = 1  # of a tensor-parallel group (`parallel.RankEngine`)
 
     @classmethod
     def load(cls, directory: str | Path, verify: str = "size") -> Engine:

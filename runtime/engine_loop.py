@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
+from replayssm.runtime.errors import RankLostError
 from replayssm.runtime.requests import Request
 from replayssm.runtime.scheduler import Scheduler
 
@@ -107,6 +108,10 @@ class EngineLoop:
             while self._wait():
                 try:
                     self.scheduler.step()
+                except RankLostError as error:
+                    logger.error("the server takes no more requests: %s", error)
+                    self.scheduler.close("error", str(error))
+                    return
                 except Exception as error:
                     self.failed_steps += 1
                     logger.exception("a step failed; its requests end")

@@ -11,3 +11,7 @@ NOT_FINITE = (
     "the model produced logits that are not finite: its weights may be damaged; check the engine with "
     "`replayssm generate --verify`, or rebuild it from an intact checkpoint"
 )
+
+
+class RankLostError(InferenceError):
+    """Another rank of a tensor-parallel session has ended or hangs: the session cannot go on."""

@@ -41,6 +41,7 @@ class Executor:
         By default on CUDA only, because joined products differ from single ones in the last bits.
     emulate_activation_quantization: round inputs of quantized linear operators as the checkpoint's recipe says, which
         hardware with such products does. Off, activations keep their precision.
+    operators: further stateless operators of the network, by name.
 
     A call does not wait for the device, so that CUDA graphs can capture it. Raises ValueError where weights or states
     do not fit the network.
@@ -57,6 +58,7 @@ class Executor:
         unpacked: dict[str, Tensor] | None = None,
         fuse: bool | None = None,
         emulate_activation_quantization: bool = False,
+        operators: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         self.network = network
         self.device = torch.device(device)
@@ -70,7 +72,7 @@ class Executor:
         self._inputs = {name: self._register(name) for name in network.inputs}
         nodes = [self._unpack_node(node) for node in network.nodes] if self._unpack else network.nodes
         fuse = self.device.type == "cuda" if fuse is None else fuse
-        self._operators = fusion.FUSED_OPERATORS if fuse else OPERATORS
+        self._operators = {**(fusion.FUSED_OPERATORS if fuse else OPERATORS), **(operators or {})}
         self._steps = self._compile(fusion.fuse(network, nodes) if fuse else nodes)
         self._outputs = {public: self._register_of[name] for public, name in network.outputs.items()}
 

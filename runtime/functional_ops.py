@@ -61,9 +61,22 @@ def _quantize_activations(x: Tensor, scales: Sequence[Tensor], activations: str 
 
 
 def embedding(
-    ids: Tensor, weight: Tensor, *scales: Tensor, format: str, activations: str | None, dtype: torch.dtype
+    ids: Tensor,
+    weight: Tensor,
+    *scales: Tensor,
+    format: str,
+    activations: str | None,
+    dtype: torch.dtype,
+    start: int | None = None,
 ) -> Tensor:
-    """A quantized table is dequantized row by row."""
+    """A quantized table is dequantized row by row. With `start`, the table holds the rows of the tokens from there on,
+    and other tokens give zeros (`parallel_layout`)."""
+    if start is not None:
+        own = ids - start
+        outside = (own < 0) | (own >= weight.shape[0])
+        attributes = {"format": format, "activations": activations, "dtype": dtype}
+        rows = embedding(own.masked_fill(outside, 0), weight, *scales, **attributes)
+        return rows.masked_fill_(outside.unsqueeze(-1), 0)
     if format == "dense":
         return F.embedding(ids, weight)
     return nvfp4.dequantize(weight.index_select(0, ids), scales[0].index_select(0, ids), scales[1], dtype)

@@ -215,6 +215,7 @@ def executor_maker(engine: Engine, device: torch.device) -> MakeExecutor:
         device,
         unpacked=engine.resident(device),
         emulate_activation_quantization=emulate,
+        operators=engine.operators,
     )
 
 

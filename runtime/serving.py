@@ -13,6 +13,7 @@ from replayssm.runtime.calibration import measure_draft_costs
 from replayssm.runtime.draft_engine import EngineDrafter
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.engine_loop import EngineLoop
+from replayssm.runtime.parallel_session import open_session
 from replayssm.runtime.scheduler import Scheduler, SchedulerOptions, checked_draft_len
 from replayssm.runtime.session import PREFILL_CHUNK, Session, checked_device
 from replayssm.runtime.speculation import Drafter, MtpDrafter, NgramDrafter
@@ -81,10 +82,11 @@ def free_bytes(device: torch.device | str) -> int:
 def usable_bytes(
     engine: Engine, device: torch.device | str, fraction: float, draft_engine: Engine | None = None
 ) -> int:
-    """Memory for state: this share of what is free on `device` beside the weights."""
+    """Memory for state, of one rank: this share of what is free on `device` beside the weights."""
     engines = [engine] if draft_engine is None else [engine, draft_engine]
     weights = sum(each.weight_bytes for each in engines)
-    return int(max(free_bytes(device) - weights, 0) * fraction)
+    sharing = engine.ranks if torch.device(device).type == "cpu" else 1
+    return int(max(free_bytes(device) // sharing - weights, 0) * fraction)
 
 
 def slots_that_fit(engine: Engine, memory_bytes: int, wanted: int | None, draft_engine: Engine | None = None) -> int:
@@ -165,7 +167,7 @@ def make_loop(
 
     adaptive_drafts: measure drafts and choose lengths. graphs: as `Session` takes it.
     """
-    session = Session(engine, slots, device, prefill_chunk, graphs)
+    session = open_session(engine, slots, device, prefill_chunk, graphs)
     drafter, options = make_drafter(draft, session, draft_engine), options or SchedulerOptions()
     scheduler = Scheduler(session, drafter, options)
     session.warm_up()

@@ -98,6 +98,10 @@ class Session:
             "rebuild the engine"
         )
 
+    def close(self) -> None:
+        """Give back states and captured steps; the session is of no use afterwards."""
+        self._programs = {}
+
     # Slots
 
     def allocate(self) -> int:

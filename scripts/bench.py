@@ -21,6 +21,7 @@ _COMMON = (
     click.option("--engine", "--engine-dir", required=True, type=ENGINE, help="Engine directory."),
     click.option("--dataset", required=True, type=FILE, help="JSON lines, as `bench prepare-dataset` writes them."),
     click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"])),
+    click.option("--tensor-parallel-size", "--tp-size", "--tp", default=1, type=click.IntRange(1), help="GPUs."),
     click.option("--config", "--extra-llm-api-options", type=FILE, help="YAML with trtllm-bench's keys; goes first."),
     click.option("--num-requests", default=0, show_default=True, help="Requests of the data set to run; 0: all."),
     click.option("--warmup", default=2, show_default=True, help="Requests to run before, without measuring."),
@@ -95,14 +96,16 @@ def _run(
     from replayssm.runtime.bench_report import make_report, request_json, text_report
     from replayssm.runtime.bench_run import run_samples
     from replayssm.runtime.engine import Engine
+    from replayssm.runtime.parallel import rank_engine
+    from replayssm.runtime.parallel_session import open_session
     from replayssm.runtime.scheduler import Scheduler, SchedulerOptions
-    from replayssm.runtime.session import Session
 
     options |= fixed or {}
     options = options if config is None else {**apply_config(config, options), **(fixed or {})}
     if options["concurrency"] == 0 or options["concurrency"] < -1:
         raise ValueError(f"concurrency must be positive, or -1 for all at once, got {options['concurrency']}")
-    loaded = serving.with_max_seq_len(Engine.load(engine), options["max_seq_len"])
+    loaded = rank_engine(Engine.load(engine), 0, options["tensor_parallel_size"])
+    loaded = serving.with_max_seq_len(loaded, options["max_seq_len"])
     samples = read_dataset(dataset, _LazyTokenizer(loaded), options["num_requests"])
     params = _sampling(options["sampler_options"])
     directory = options["draft_engine"]
@@ -111,7 +114,7 @@ def _run(
     slots = serving.slots_that_fit(loaded, memory, options["max_batch_size"], draft_engine)
     for line in serving.describe_memory(loaded, memory, slots, draft_engine):
         click.echo(line, err=True)
-    session = Session(loaded, slots, options["device"], options["prefill_chunk"])
+    session = open_session(loaded, slots, options["device"], options["prefill_chunk"])
     drafter = serving.make_drafter(options["draft"], session, draft_engine)
     scheduling = SchedulerOptions(
         options["max_num_tokens"], draft_len=options["draft_len"], draft_sampling=options["draft_sampling"]
@@ -142,6 +145,7 @@ def _run(
         dataset=dataset,
         memory_fraction=options["free_gpu_memory_fraction"],
     )
+    session.close()
     click.echo(text_report(report))
     _write_json(report_json, report)
     _write_json(options["request_json"], [request_json(record) for record in records])

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SAME = ("max_batch_size", "max_num_tokens", "max_seq_len", "reasoning_parser", "tool_parser")
+SAME = ("max_batch_size", "max_num_tokens", "max_seq_len", "reasoning_parser", "tensor_parallel_size", "tool_parser")
 """Top-level keys that are options of the same name."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "backend": ("pytorch",),
-    "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "context_parallel_size": (1,),
     "moe_expert_parallel_size": (1, None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from dataclasses import replace
@@ -56,6 +57,14 @@ import click
     show_default=True,
     help="cuda: the first GPU, with this project's kernels and captured steps.",
 )
+@click.option(
+    "--tensor-parallel-size",
+    "--tp-size",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="GPUs (or processes, on the CPU) that share the model.",
+)
 @click.option("--verify", is_flag=True, help="Check every file of the engine against its SHA-256 first.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object (a list of them for several prompts).")
 @click.option("--stream", is_flag=True, help="Print text as it is generated.")
@@ -71,6 +80,7 @@ def generate(
     stop: tuple[str, ...],
     ignore_eos: bool,
     device: str,
+    tensor_parallel_size: int,
     verify: bool,
     as_json: bool,
     stream: bool,
@@ -86,29 +96,31 @@ def generate(
         raise click.UsageError("--draft-len needs --draft ngram, mtp or engine")
     from replayssm.runtime.engine import Engine
     from replayssm.runtime.generation import generate as generate_tokens
+    from replayssm.runtime.parallel import rank_engine
+    from replayssm.runtime.parallel_session import open_session
     from replayssm.runtime.sampling import SamplingParams
     from replayssm.runtime.serving import make_drafter
-    from replayssm.runtime.session import Session
 
     params = SamplingParams(**sampling)
     params = [replace(params, seed=(params.seed + index) % 2**64) for index in range(len(texts))]
-    loaded = Engine.load(engine, "full" if verify else "size")
+    loaded = rank_engine(Engine.load(engine, "full" if verify else "size"), 0, tensor_parallel_size)
     tokenizer = loaded.tokenizer
     token_ids = [encode(tokenizer, text, chat) for text in texts]
-    session = Session(loaded, slots=min(len(texts), loaded.manifest.limits.max_batch_size), device=device)
-    session.warm_up()
-    results = generate_tokens(
-        session,
-        token_ids,
-        max_new_tokens,
-        params,
-        make_drafter(draft, session, None if draft_engine is None else Engine.load(draft_engine)),
-        draft_len,
-        eos_token_ids=() if ignore_eos else loaded.end_token_ids,
-        stop=stop,
-        tokenizer=tokenizer,
-        on_tokens=(lambda index, tokens, text: click.echo(text, nl=False)) if stream else None,
-    )
+    slots = min(len(texts), loaded.manifest.limits.max_batch_size)
+    with contextlib.closing(open_session(loaded, slots, device)) as session:
+        session.warm_up()
+        results = generate_tokens(
+            session,
+            token_ids,
+            max_new_tokens,
+            params,
+            make_drafter(draft, session, None if draft_engine is None else Engine.load(draft_engine)),
+            draft_len,
+            eos_token_ids=() if ignore_eos else loaded.end_token_ids,
+            stop=stop,
+            tokenizer=tokenizer,
+            on_tokens=(lambda index, tokens, text: click.echo(text, nl=False)) if stream else None,
+        )
     if as_json:
         values = [_to_json(result) for result in results]
         click.echo(json.dumps(values[0] if len(values) == 1 else values))

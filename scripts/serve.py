@@ -28,6 +28,14 @@ CACHED_BATCH_SIZE = 256
 @click.option("--host", default="localhost", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
+@click.option(
+    "--tensor-parallel-size",
+    "--tp-size",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="GPUs (or processes, on the CPU) that share the model.",
+)
 @click.option("--cuda-graphs/--no-cuda-graphs", default=None, help="Capture steps.  [default: on CUDA]")
 @click.option("--served-model-name", help="Name that clients use.  [default: the model's]")
 @click.option("--max-batch-size", type=int, help="Sequences at the same time.  [default: what the memory holds]")
@@ -100,7 +108,8 @@ def serve(
     options = options if config is None else apply_config(config, options)
     _check_address(options["host"], options["port"])
     loaded = Engine.load(engine or _cached_engine(checkpoint, options["max_batch_size"], options["max_seq_len"]))
-    app = create_app(_loop(loaded, **options), _server_options(loaded, **options))
+    loop = _loop(loaded, **options)
+    app = create_app(loop, _server_options(loaded, **options))
     uvicorn.run(
         app,
         host=options["host"],
@@ -109,6 +118,7 @@ def serve(
         access_log=False,
         timeout_graceful_shutdown=options["shutdown_timeout"],
     )
+    loop.scheduler.session.close()
 
 
 def _check_address(host: str, port: int) -> None:
@@ -126,11 +136,14 @@ def _loop(engine: Any, **options: Any) -> Any:
     import logging
 
     from replayssm.runtime import serving
+    from replayssm.runtime.engine import Engine
+    from replayssm.runtime.parallel import rank_engine
     from replayssm.runtime.scheduler import SchedulerOptions
 
+    engine = rank_engine(engine, 0, options["tensor_parallel_size"])
     engine = serving.with_max_seq_len(engine, options["max_seq_len"])
     directory = options["draft_engine"]
-    draft_engine = None if directory is None else type(engine).load(directory)
+    draft_engine = None if directory is None else Engine.load(directory)
     memory = serving.usable_bytes(engine, options["device"], options["free_gpu_memory_fraction"], draft_engine)
     slots = serving.slots_that_fit(engine, memory, options["max_batch_size"], draft_engine)
     for line in serving.describe_memory(engine, memory, slots, draft_engine):
