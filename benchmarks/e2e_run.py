@@ -27,6 +27,7 @@ PREFILL_TOKENS = 8192
 """Tokens of one prefill step of the prompts."""
 
 KERNEL_CLASSES = (
+    ("collective", ("nccl",)),
     ("ssm", ("mamba2_", "gdn_")),
     ("conv", ("causal_conv1d",)),
     ("attention", ("attention", "flash", "fmha")),

@@ -72,6 +72,10 @@ def rank_engine(
             f"{engine.directory} holds {engine.manifest.target} plans, which run on one GPU: build it with --target "
             "torch, or leave out --tensor-parallel-size"
         )
+    return _divided(engine, rank, ranks, collectives() if operators is None else operators)
+
+
+def _divided(engine: Engine, rank: int, ranks: int, operators: Mapping[str, Callable[..., Any]]) -> RankEngine:
     shards = {name: shard(network, rank, ranks) for name, network in engine.networks.items()}
     cuts: dict[str, Cut | None] = {}
     for part in shards.values():
@@ -83,7 +87,7 @@ def rank_engine(
         "networks": {name: part.network for name, part in shards.items()},
         "weights": WeightParts(engine.weights, cuts),
         "resident_weights": {},
-        "operators": collectives() if operators is None else operators,
+        "operators": operators,
     }
     return RankEngine(**values, rank=rank, ranks=ranks)
 
@@ -106,5 +110,3 @@ def collectives(group: dist.ProcessGroup | None = None) -> dict[str, Callable[..
         return parts.movedim(0, -2).flatten(-2)
 
     return {"all_reduce": all_reduce, "all_gather": all_gather}
-
-

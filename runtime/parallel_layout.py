@@ -2,7 +2,7 @@
 
 A network is traced once, for one device. `shard` finds how its values divide over the ranks and rewrites it:
 
-    recurrence, attention   by heads, with their groups or key heads, which are repeated where there are fewer than ranks
+    recurrence, attention   by heads, with their groups or key heads, repeated where there are fewer than ranks
     MLPs and experts        by width
     embedding, output head  by tokens of the vocabulary, where their number allows it
     residual stream, norms, routers, latent projections of experts      on every rank
@@ -50,7 +50,7 @@ class Cut:
     ranges: Ranges
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        """The part of `weight`, contiguous; rows that are one range are a view. Nothing else of a mapped file is read."""
+        """The part of `weight`, contiguous; a view where it is rows of one range. No more of a file is read."""
         parts = [weight.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, self.dim)
 
@@ -387,5 +387,3 @@ class _Rewriting:
         self._cut(weight, Cut(rank + dim, ranges))
         # The other scales are one number for a matrix.
         self._mark_whole(scales[1:] if attributes["format"] == "nvfp4" else scales)
-
-

@@ -94,12 +94,12 @@ class Peers:
 
     def __init__(self, ranks: int, device: torch.device, follow: Follow, plan: Any) -> None:
         """plan: for `follow`, picklable. Raises RankLostError if a rank does not come up."""
-        if dist.is_initialized():
-            raise ValueError("this process already has a torch.distributed group: it can hold one session of ranks")
         if device.type == "cuda" and torch.cuda.device_count() < ranks:
             raise ValueError(
                 f"{ranks} ranks need {ranks} GPUs, torch sees {torch.cuda.device_count()}: lower --tensor-parallel-size"
             )
+        if dist.is_initialized():
+            raise ValueError("this process already has a torch.distributed group: it can hold one session of ranks")
         self._folder = Path(tempfile.mkdtemp(prefix="replayssm-ranks-"))
         store, threads = str(self._folder / "store"), torch.get_num_threads()
         self.places = [Place(rank, ranks, device.type, store, threads) for rank in range(ranks)]

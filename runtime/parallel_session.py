@@ -200,9 +200,7 @@ def _split_blob(blob: bytes, ranks: int) -> list[bytes]:
 
 def _follow(place: Place, pipe: Connection, plan: _Plan) -> None:
     """Another rank: the same engine, divided, and a session that makes rank 0's calls."""
-    engine = replace(
-        Engine.load(plan.directory), manifest=plan.manifest, emulate_activation_quantization=plan.emulate
-    )
+    engine = replace(Engine.load(plan.directory), manifest=plan.manifest, emulate_activation_quantization=plan.emulate)
     engine = rank_engine(engine, place.rank, place.ranks)
     pipe.send(True)
     join_group(place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -16,11 +17,14 @@ import e2e_decode_speedup as decode
 import e2e_run
 import e2e_spec_decode_throughput as speculation
 import e2e_suite as suite
+import e2e_tensor_parallel as parallel
 import e2e_vllm
 from e2e_model import load_model
+from e2e_results import E2eResults
 
 from replayssm.builders.config import published, weight_bytes
 from replayssm.plugins.contract import ReplaySettings
+from replayssm.runtime.parallel_processes import Place
 
 CPU = torch.device("cpu")
 COMMON = ["--device", "cpu", "--repeats", "1", "--warmup-steps", "0", "--num-steps", "4", "--buffer-len", "4"]
@@ -210,3 +214,22 @@ def test_suite_options_are_those_of_the_scripts() -> None:
     for plan in suite.PLANS.values():
         for script, text in plan:
             assert script.parse(text.split()).model in ("nano4b", "qwen4b")
+
+
+def test_tensor_parallel_lines(tiny: Path, tmp_path: Path) -> None:
+    """A group of this process alone, whose one rank runs both variants: their tokens are the same to the bit."""
+    output = tmp_path / "out.jsonl"
+    model = ["--model", str(tiny), "--batch-size", "3", "--prompt-len", "6", "--ranks", "1", "--output", str(output)]
+    options = parallel.parse([*model, *COMMON])
+    place = Place(0, 1, "cpu", str(tmp_path / "store"), 1)
+    try:
+        rank = parallel.Rank(place, threading.Barrier(1), options)
+        rank.measure(3, E2eResults(parallel.BENCHMARK, options))
+    finally:
+        torch.distributed.destroy_process_group()
+    whole, divided = lines(output)
+    assert (whole["variant"], divided["variant"], divided["ranks"]) == ("1 gpu", "1 gpu", 1)
+    assert all((whole["correct"], divided["correct"], divided["ranks_bit_equal"]))
+    assert divided["logits_distance"] == 0.0 < 0.1 < divided["logits_distance_without_context"]
+    assert divided["state_bytes"] == whole["state_bytes"]
+    assert divided["tokens_per_s"] == pytest.approx(3e6 / divided["median_us"], abs=0.1)

@@ -75,7 +75,7 @@ def test_the_file_goes_before_the_command_line(tmp_path):
         ("max_batch_size: many", "max_batch_size must be of type int, got 'many'"),
         ("max_batch_size: true", "max_batch_size must be of type int, got True"),
         ("reasoning_parser: 3", "reasoning_parser must be of type str"),
-        ("tensor_parallel_size: 2", "tensor_parallel_size can only be 1 here, got 2"),
+        ("pipeline_parallel_size: 2", "pipeline_parallel_size can only be 1 here, got 2"),
         ("kv_cache_config: {dtype: fp8}", "kv_cache_config.dtype can only be 'auto' here"),
         ("kv_cache_config: {free_gpu_memory_fraction: 0}", "must be above 0 and at most 1, got 0"),
         ("speculative_config: {decoding_type: Eagle}", "must be one of MTP, NGram, Draft_Target"),

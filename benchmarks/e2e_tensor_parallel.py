@@ -1,0 +1,241 @@
+"""Whole decode steps of one model on one GPU and divided over several, in one run.
+
+    python benchmarks/e2e_tensor_parallel.py --model nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16
+    python benchmarks/e2e_tensor_parallel.py --model Qwen/Qwen3.5-4B --ranks 2 --batch-size 1 --batch-size 256
+
+Every rank is a process with a GPU of its own, and rank 0's also holds the whole model. Both variants are captured
+steps with replay state, fed the same tokens first: their logits are compared, and those of the ranks with each other,
+which must have equal bits. Then they are timed in turns, with all other GPUs idle while one runs alone. `--device cpu`
+runs the same code over gloo, without figures that mean anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from e2e_decode_speedup import COMPARED_STEPS, distance_without_context, logits_bound, split_fields, timing_fields
+from e2e_model import Model, load_model
+from e2e_results import E2eResults, add_common_options, device_of, measured_ceiling, model_fields, roofline
+from e2e_run import Run, free_memory, percentile, split_time
+
+from replayssm.plugins.contract import ReplaySettings
+from replayssm.runtime.engine import Engine
+from replayssm.runtime.parallel import rank_engine
+from replayssm.runtime.parallel_processes import Place, join_group
+
+BENCHMARK = "e2e_tensor_parallel"
+WAIT_S = 300
+"""For the other ranks at a meeting on the host."""
+
+
+@dataclass(frozen=True)
+class RankModel(Model):
+    """A rank's part of a model; its engines share their weights."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def engine(self, settings: ReplaySettings, batch: int) -> Engine:
+        engine = rank_engine(super().engine(settings, batch), self.rank, self.ranks)
+        engine.resident_weights = self.resident
+        return engine
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_options(parser, batch_sizes=[256], steps=320, warmup=32)
+    parser.add_argument("--prompt-len", type=int, default=64, help="tokens of every prompt")
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs to divide the model over; default 2")
+    return parser.parse_args(arguments)
+
+
+class Rank:
+    """One process: its place among the ranks, and its parts of the two variants."""
+
+    def __init__(self, place: Place, meeting, options: argparse.Namespace) -> None:
+        self.place, self.options, self._meeting = place, options, meeting
+        self.device = place.torch_device
+        join_group(place)
+        # A communicator is made by its first collective, which no capture must hold.
+        dist.all_reduce(torch.zeros(1, device=self.device))
+        self.whole = self._load() if place.rank == 0 else None
+        model = self.whole or self._load()
+        values = {item.name: getattr(model, item.name) for item in dataclasses.fields(Model)}
+        self.part = RankModel(**{**values, "resident": {}}, rank=place.rank, ranks=place.ranks)
+
+    def _load(self) -> Model:
+        options = self.options
+        return load_model(options.model, self.device, random_weights=options.random_weights, layers=options.layers)
+
+    def meet(self) -> None:
+        """Wait on the host until all ranks are here, their devices idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._meeting.wait(WAIT_S)
+
+    def measure(self, batch: int, results: E2eResults | None) -> None:
+        options, cycle = self.options, self.options.buffer_len
+        steps, warmup = (-(-count // cycle) * cycle for count in (options.num_steps, options.warmup_steps))
+        piece = max(cycle, steps // options.repeats // cycle * cycle)
+        profiled = 0 if options.no_profile else min(cycle, 8)
+        longest = options.prompt_len + cycle + COMPARED_STEPS + warmup + piece * options.repeats + profiled + cycle
+        settings = ReplaySettings(
+            buffer_len=cycle,
+            max_window=1,
+            max_seq_len=longest,
+            state_dtype=options.state_dtype,
+            state_rounding=options.state_rounding,
+            readout_dtype=options.readout_dtype,
+        )
+        models = {"one": self.whole, "parallel": self.part}
+        runs, used = {}, {}
+        for name, model in models.items():
+            self.meet()
+            if model is not None:
+                runs[name], used[name] = self._run(model, settings, batch)
+        distance, equal = self._compare(runs)
+        times = self._time(runs, warmup, piece)
+        for run in runs.values():
+            run.check()
+        split = split_time(runs["parallel"], profiled) if profiled else None
+        memory = self._of_all_ranks(used["parallel"])
+        if results is not None:
+            lost = distance_without_context(runs["one"], self.whole.vocab_size)
+            ceiling = measured_ceiling(self.device)
+            for name, run in runs.items():
+                ranks = 1 if name == "one" else self.place.ranks
+                ratios = [one / own for one, own in zip(times["one"], times[name], strict=True)]
+                results.add(
+                    op="decode_step",
+                    **model_fields(self.whole, settings, batch, options),
+                    fill="desync",
+                    variant=f"{ranks} gpu" if ranks == 1 else f"{ranks} gpus",
+                    ranks=ranks,
+                    **timing_fields(times[name], batch),
+                    speedup=round(percentile(times["one"], 0.5) / percentile(times[name], 0.5), 4),
+                    speedup_p10=round(percentile(ratios, 0.1), 4),
+                    speedup_p90=round(percentile(ratios, 0.9), 4),
+                    **split_fields(split if name == "parallel" else None, percentile(times[name], 0.5)),
+                    **roofline(dataclasses.replace(self.whole, networks=run.session.engine.networks), batch, ceiling),
+                    context=[options.prompt_len, longest],
+                    state_bytes=run.session.state_bytes,
+                    gpu_memory_bytes=max(memory) if name == "parallel" else used[name],
+                    logits_distance=round(distance, 5) if name == "parallel" else 0.0,
+                    logits_distance_without_context=round(lost, 3),
+                    ranks_bit_equal=equal,
+                    correct=distance < logits_bound(settings) and equal,
+                )
+        for run in runs.values():
+            run.close()
+        runs.clear()
+        free_memory(self.device)
+        self.meet()
+
+    def _run(self, model: Model, settings: ReplaySettings, batch: int) -> tuple[Run, int]:
+        """A run whose rows are at different places of their flush cycles, and the bytes that it took."""
+        generator = torch.Generator().manual_seed(self.options.seed)
+        prompts = torch.randint(model.vocab_size, (batch, self.options.prompt_len), generator=generator).tolist()
+        before = self._allocated()
+        run = Run(model, settings, prompts, self.device)
+        run.desynchronise(model.vocab_size, settings.buffer_len)
+        free_memory(self.device)
+        return run, self._allocated() - before
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+
+    def _compare(self, runs: dict[str, Run]) -> tuple[float, bool]:
+        """(relative distance of the divided model's logits from the whole one's, on rank 0; ranks have equal bits)."""
+        generator = torch.Generator().manual_seed(2)
+        worst, equal = 0.0, True
+        for _ in range(COMPARED_STEPS):
+            run = runs["parallel"]
+            tokens = torch.randint(self.part.vocab_size, (run.batch,), generator=generator)
+            expected = runs["one"].force(tokens) if "one" in runs else None
+            self.meet()
+            logits = run.force(tokens)
+            first = logits.clone()
+            dist.broadcast(first, 0)
+            equal &= all(self._of_all_ranks(int(torch.equal(first, logits))))
+            if expected is not None:
+                worst = max(worst, float((logits - expected).norm() / expected.norm()))
+        return worst, equal
+
+    def _time(self, runs: dict[str, Run], warmup: int, piece: int) -> dict[str, list[float]]:
+        """Seconds per step of the variants in turns; other ranks wait while one GPU runs alone."""
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for turn in range(1 + self.options.repeats):
+            for name in ("one", "parallel"):
+                self.meet()
+                if name in runs:
+                    seconds = runs[name].time(warmup if turn == 0 else piece, self.options.buffer_len)
+                    times[name] += seconds if turn > 0 else []
+        self.meet()
+        return times
+
+    def _of_all_ranks(self, value: int) -> list[int]:
+        values = torch.zeros(self.place.ranks, dtype=torch.int64, device=self.device)
+        values[self.place.rank] = value
+        dist.all_reduce(values)
+        return values.tolist()
+
+
+def rank_main(place: Place, meeting, options: argparse.Namespace) -> None:
+    """The process of one rank. Ends without exit handlers, which could wait for a rank that is gone."""
+    code = 0
+    try:
+        torch.set_num_threads(place.threads)
+        rank = Rank(place, meeting, options)
+        results = E2eResults(BENCHMARK, options) if place.rank == 0 else None
+        for batch in options.batch_size:
+            rank.measure(batch, results)
+    except BaseException:
+        print(f"rank {place.rank}:", file=sys.stderr)
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    kind = device_of(options).type
+    if kind == "cuda" and torch.cuda.device_count() < options.ranks:
+        raise SystemExit(f"{options.ranks} ranks need as many GPUs, torch sees {torch.cuda.device_count()}")
+    # A fresh interpreter: CUDA does not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    meeting = context.Barrier(options.ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        places = [
+            Place(rank, options.ranks, kind, str(Path(folder) / "store"), torch.get_num_threads())
+            for rank in range(options.ranks)
+        ]
+        processes = [context.Process(target=rank_main, args=(place, meeting, options)) for place in places]
+        for process in processes:
+            process.start()
+        running = list(processes)
+        while running and not any(process.exitcode for process in processes):
+            wait([process.sentinel for process in running])
+            running = [process for process in processes if process.exitcode is None]
+        for process in running:
+            # Its partner has failed, so it would wait for ever.
+            process.kill()
+        for process in processes:
+            process.join()
+    return max(abs(process.exitcode) for process in processes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
