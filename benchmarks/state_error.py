@@ -182,7 +182,7 @@ def curves(
     """Errors at every `every` tokens: of the checkpoint just stored, and of the last `every` outputs together."""
     fill = torch.zeros(1, dtype=torch.long)
     cores = {form: make_core(source, fill) for form in formats}
-    stores = {form: Store(form, source.geometry.row_tiles) for form in formats}
+    stores = {form: Store(form) for form in formats}
     found = {form: {"tokens": [], "state": [], "output": []} for form in formats}
     sums = {form: 0.0 for form in formats}
     scale = 0.0

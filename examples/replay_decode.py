@@ -214,7 +214,7 @@ class ReplayDecoder:
         for layer, bits, (past, S) in zip(self.recurrent, self.bits, self.saved, strict=True):
             layer.conv.past.copy_(past)
             layer.core.u_from_checkpoint = form.u_source == "checkpoint"
-            store = Store(form, layer.geometry.row_tiles, self.wrap)
+            store = Store(form, self.wrap)
             layer.core.start(S, store, bits[0])
         advance = self._program()
         for token in range(self.new_tokens):

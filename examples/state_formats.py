@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from replayssm.plugins.nvfp4 import E4M3_TINY, decode, encode
-from replayssm.plugins.reference.formats import round_stochastic
+from replayssm.plugins.reference.formats import NVFP4_LEAST_SCALE, round_stochastic
 
 _FP8 = torch.float8_e4m3fn
 
@@ -50,15 +49,18 @@ def float8_value(S: Tensor, bits: Tensor | None = None) -> Tensor:
     return codes.to(torch.float32) * _power_of_two(field)
 
 
-def nvfp4_value(S: Tensor, row_tiles: int) -> Tensor:
-    """decode_nvfp4(*encode_nvfp4(S, row_tiles)) of finite states [..., rows, columns]."""
-    tiles = S.unflatten(-2, (row_tiles, -1))
-    field = (_largest_exponent(tiles.flatten(-2)) - 10).clamp(27, 227)[..., None, None, None]
-    scaled = tiles.unflatten(-1, (-1, 16)) * _power_of_two(254 - field)
-    block_scale = (scaled.abs().amax(-1, keepdim=True) * (1 / 6)).clamp(min=E4M3_TINY).to(_FP8).to(torch.float32)
-    magnitude = decode(encode((scaled * (1 / block_scale)).abs()))
-    value = torch.copysign(magnitude, scaled) * (block_scale * _power_of_two(field))
-    return value.flatten(-2).flatten(-3, -2)
+def nvfp4_value(S: Tensor) -> Tensor:
+    """decode_nvfp4(*encode_nvfp4(S)) of finite states [..., rows, columns]."""
+    field = (_largest_exponent(S) - 10).clamp(27, 227)[..., None, None]
+    inverse = _power_of_two(254 - field)
+    blocks = S.unflatten(-1, (-1, 16))
+    block_scale = blocks.abs().amax(-1, keepdim=True) * (inverse * (1 / 6))
+    block_scale = block_scale.clamp(min=NVFP4_LEAST_SCALE).to(_FP8).to(torch.float32)
+    # Rounded to fp16 and to one bit of mantissa, as a kernel does it.
+    half = (blocks * (inverse * 2.0**-14 / block_scale)).to(torch.float16).view(torch.int16).to(torch.int32)
+    kept = ((half & 0x7FFF) + 0xFF + (half >> 9 & 1)) & 0x0E00
+    magnitude = kept.to(torch.int16).view(torch.float16).to(torch.float32) * 2.0**14
+    return (torch.copysign(magnitude, blocks) * (block_scale * _power_of_two(field))).flatten(-2)
 
 
 def _sixteen_bits(S: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
@@ -71,7 +73,7 @@ class Store:
     wrap: applied to every function, such as torch.compile.
     """
 
-    def __init__(self, form: StateFormat, row_tiles: int, wrap: Callable = lambda function: function) -> None:
+    def __init__(self, form: StateFormat, wrap: Callable = lambda function: function) -> None:
         self.form = form
         dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16}
         if form.state in dtypes:
@@ -80,7 +82,7 @@ class Store:
         elif form.state == "float8":
             self.checkpoint = wrap(float8_value)
         elif form.state == "nvfp4" and not form.stochastic:
-            self.checkpoint = wrap(lambda S, bits=None: nvfp4_value(S, row_tiles))
+            self.checkpoint = wrap(lambda S, bits=None: nvfp4_value(S))
         elif form.state == "float32" and not form.stochastic:
             self.checkpoint = lambda S, bits=None: S
         else:
@@ -91,4 +93,4 @@ class Store:
         if form.readout == "float8":
             self.readout = wrap(float8_value)
         elif form.readout == "nvfp4":
-            self.readout = wrap(lambda S: nvfp4_value(S, row_tiles))
+            self.readout = wrap(lambda S: nvfp4_value(S))

@@ -108,7 +108,7 @@ def _parts(state: LayerState) -> list[torch.Tensor | None]:
         tensor = state[spec.name]
         if not tensor[0].is_contiguous() or tensor.dtype != torch_dtype(spec.dtype) or tensor.data_ptr() % 16:
             raise ValueError(f"state part {spec.name} must be dense within a slot, aligned and {spec.dtype}")
-        scalars = ("ring_dt", "ring_g", "readout_tile_scale", "readout_scale", "checkpoint_scale")
+        scalars = ("ring_dt", "ring_g", "readout_scale", "checkpoint_scale")
         loaded_by_16_bytes = spec.dtype != "int32" and not spec.name.startswith(scalars)
         if tensor.stride(0) > 2**31 - 1 or (loaded_by_16_bytes and tensor.stride(0) * tensor.element_size() % 16):
             raise ValueError(

@@ -35,15 +35,17 @@ therefore never clamped. e4m3 has an exponent of its own over 15 binades, so fin
 A number that the format holds never changes, others go up with the probability of their dropped fraction (exactly for
 13 and 16 bits; float8 resolves 2^-16 of it, centred). Values that are not finite are converted as in "nearest".
 
-r is 16 bits of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011):
+r is 16 bits of Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011; seven rounds are the
+fewest that pass BigCrush):
 
     key     (rounding_seed, 0)
-    counter (row G + 4 (column // 32) + column % 16 // 4, head, position, layer),  G = 4 ceil(columns / 32)
-    r = 16 bits of the four output words: i = column // 16 % 2 * 4 + column % 4; word i // 2, low half if i is even
+    counter (row G + 4 (column // 64) + column % 16 // 4, head, position, layer),  G = 4 ceil(columns / 64)
+    r = byte i + 256 byte (i + 1) % 16 of the output (four little-endian words),  i = column // 16 % 4 * 4 + column % 4
 
 row is the row within the head, position the new c (where the stored state stands), layer the operator's scalar. One
-call serves 8 elements: 4 neighbouring columns of each block of a pair of 16-column blocks, which is also what one word
-of an nvfp4 readout holds.
+call serves 16 elements: 4 neighbouring columns of each of four 16-column blocks, which two words of an nvfp4 readout
+hold. Every r is uniform; neighbours share the byte that weighs least in one of them, which correlates their roundings
+by less than 2^-8.
 
 *Readout*, what outputs are computed from where `readout_dtype` is not "same"; written from the same fp32 S as the
 checkpoint, rounded to nearest, and never read by a flush:
@@ -52,12 +54,17 @@ checkpoint, rounded to nearest, and never read by a flush:
             readout_scale        uint8 [heads, rows]: both exactly as a float8 checkpoint rounded to nearest
     nvfp4   readout              uint8 [heads, rows, columns / 2]: e2m1 codes
             readout_block_scale  e4m3 [heads, rows, columns / 16]: a scale per 16 neighbouring columns of a row
-            readout_tile_scale   fp32 [heads, row_tiles]: a power of two per row tile
+            readout_scale        uint8 [heads, rows]: e, a power of two per row T = 2^(e - 127); 255 is NaN
 
-    E of a tile as above; tile scale T = NaN if E = 255, else 2^(e - 127), e = min(max(E - 10, 27), 227)
-    block scale b = e4m3(max((largest magnitude of the block * 2^(127 - e)) * fp32(1/6), 2^-9)), at most 352
-    code = e2m1((S * 2^(127 - e)) * fp32(1 / float(b))): nearest, ties to even, clamped at 6, with the sign bit of S
-    value = e2m1(code) * float(b) * T, exact in fp32; a tile whose T is NaN has codes 0 and b = 2^-9
+    E of a row as above; e = 255 if E = 255, else min(max(E - 10, 27), 227)
+    block scale b = e4m3(max(largest magnitude of the block * (2^(127 - e) * fp32(1/6)), 2^-6)), 2^-6 to 352
+    code = e2m1(fp16(S * (2^(127 - e) * fp32(1 / float(b))) * 2^-14) * 2^14), with the sign bit of S
+    value = e2m1(code) * float(b) * T, exact in fp32; a row whose e is 255 has codes 0 and b = 2^-6
+
+fp16 and e2m1 round to nearest, ties to even. 2^-14 makes fp16's subnormals what e2m1's are, so that a code is three
+bits of an fp16 number; a kernel converts two of them with one instruction. Block scales stay among e4m3's normal
+numbers, so that what is rounded lies below 6.4 and needs no clamping; blocks below some 2^-14 of their row's largest
+element are coarser for it. What owns the one further scale is the row, whose largest magnitude those who fold it know.
 
 Codes lie in 32-bit little-endian words of 8. Word j of lane t (t = 0 to 3, J = columns / 32 words a lane) lies at byte
 4 (J t + j) of the row and holds columns 32 j + 4 t + i as code i and 32 j + 16 + 4 t + i as code 4 + i (i = 0 to 3),
@@ -448,7 +455,7 @@ def readout_parts(geometry: RecurrentGeometry, readout_dtype: str) -> tuple[Part
     return (
         Part("readout", (heads, rows, columns // 2), "uint8"),
         Part("readout_block_scale", (heads, rows, columns // NVFP4_BLOCK), "float8_e4m3fn"),
-        Part("readout_tile_scale", (heads, geometry.row_tiles), "float32"),
+        Part("readout_scale", (heads, rows), "uint8"),
     )
 
 

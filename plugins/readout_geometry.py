@@ -24,7 +24,8 @@ WARPS = 4
 
 REGISTERS_WANTED = 128
 """Registers per thread. H200, batch 256, super120b, fp16 stochastic with nvfp4, by blocks of a multiprocessor: decode
-4: 152 us, 5: 162, 6: 170 (spilling in the flush); verify of 5 without a flush 105, 101, 99, with one 861, 885, 980."""
+4: 152 us, 5: 162, 6: 170 (spilling in the flush); verify of 5 without a flush 105, 101, 99, with one 861, 885, 980.
+Architectures from 10.0 on, whose code would spill, get 160."""
 
 
 @cache
@@ -75,7 +76,7 @@ def readout_config(
     shared, threads = _shared_bytes(kernel, geometry, settings, count, warps, several), 32 * warps
     if min_ctas is None:
         # A quarter of a multiprocessor's registers serves a quarter of its warps.
-        per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * REGISTERS_WANTED)
+        per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * (REGISTERS_WANTED if arch < 100 else 160))
         fewest = wanted[3] or 4 * per_quarter // warps
         min_ctas = max(1, min(fewest, limits.shared_per_sm // (shared + 1024), 16))
     blocks = heads * (rows // count) // (warps * several)
@@ -133,21 +134,20 @@ def _shared_bytes(
     tokens = round_up(max(settings.buffer_len, window), 16)
     padded = round_up(cta_rows, 16)
     element = 2 if settings.readout_dtype == "same" and settings.state_dtype != "float8" else 1
-    code_stride, scale_bytes = (columns // 2, columns // 16) if nvfp4 else (element * columns + 16, 1)
+    code_stride, scale_bytes = (columns // 2, columns // 16) if nvfp4 else (element * columns + 16, 0)
     state_rows = warps * parts * cta_rows + 8
     readout = round_up(state_rows * code_stride, 128) + round_up(state_rows * scale_bytes, 128)
-    fold_keys = tokens // 16 * columns // 8 * 512
+    fold_keys = tokens // 16 * columns // 32 * 1024
     stage = rows // geometry.row_tiles * columns * 4
     tile = max(readout, fold_keys, stage)
     key = (columns + 16) * 2
     own = (padded + 8) * 2
-    row_max = warps * padded * 4
     if geometry.kind == "mamba2":
-        total = tile + tokens * key + 2 * window * key + warps * parts * tokens * own + row_max + window * 4
+        total = tile + tokens * key + 2 * window * key + warps * parts * tokens * own + window * 4
     else:
         planes, queries, several = settings.u_planes[0], 2 * window, window > 1
         pairs = warps * queries * round_up(window, 8) * 4 if several else 4
         outputs = warps * 32 * (queries + 1) * 4 if several else 4
         total = tile + tokens * key + 2 * queries * key + warps * planes * tokens * own + warps * window * own
-        total += row_max + queries * 4 + pairs + outputs
+        total += queries * 4 + pairs + outputs
     return round_up(round_up(total, 8) + 8, 128)

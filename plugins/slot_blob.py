@@ -1,6 +1,6 @@
 """One sequence's state as bytes: for preemption, prefix reuse and moving a sequence to another pool (design rule 9).
 
-A blob is a safetensors file of version 3. Its metadata has one key, "replayssm", whose value is a JSON object
+A blob is a safetensors file of version 4. Its metadata has one key, "replayssm", whose value is a JSON object
 
     version       3
     sha256        of the whole blob with the 64 digits of this field as zeros; checked before anything else is believed
@@ -39,7 +39,7 @@ from replayssm.plugins.nvfp4 import pack_nibbles, pack_words, unpack_nibbles, un
 from replayssm.plugins.state import LayerState, set_checkpoint_position
 
 METADATA_KEY = "replayssm"
-VERSION = 3
+VERSION = 4
 
 _NO_DIGEST = b"0" * 64
 # The field as it stands in the safetensors header, which holds the JSON text as an escaped string.

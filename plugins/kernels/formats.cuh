@@ -21,6 +21,10 @@ DEVICE activation_t float_to_activation(float value) {
     if constexpr (ACTIVATION_FORMAT == FORMAT_BF16) return float_to_bf16(value);
     return float_to_fp16(value);
 }
+DEVICE u32 pack_activation(float low, float high) {
+    if constexpr (ACTIVATION_FORMAT == FORMAT_BF16) return pack_bf16(low, high);
+    return pack_fp16(low, high);
+}
 // The two elements of a 32-bit word.
 DEVICE float activation_low(u32 word) {
     if constexpr (ACTIVATION_FORMAT == FORMAT_BF16) return bits_to_float(word << 16);

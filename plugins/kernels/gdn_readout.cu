@@ -12,8 +12,10 @@
 #define COLUMNS HEAD_K_DIM
 // head_k_dim^-1/2, applied to q in fp32.
 #define QUERY_SCALE rsqrtf((float)COLUMNS)
-#include "readout.cuh"
+#include "readout_dot.cuh"
+#include "readout_flush.cuh"
 #include "readout_parts.cuh"
+#include "readout_stage.cuh"
 #include "gdn_serial.cuh"
 
 // Queries of the state: q of every window token (outputs), then k of every window token (what the state predicts). A
@@ -33,7 +35,6 @@ struct Shared {
     alignas(16) u16 half_queries[QUERIES * KEY_STRIDE];
     alignas(16) u16 u[WARPS * U_PLANES * OWN_SIZE];
     alignas(16) activation_t v[WARPS * MAX_WINDOW * OWN_STRIDE];
-    u32 row_max[WARPS * M_TILES * 16];
     float unit[QUERIES];
     float pairs[ONE ? 1 : WARPS * QUERIES * WINDOW_ROWS];  // coefficients of the window's u
     float stage[ONE ? 1 : WARPS * 32 * STAGE_STRIDE];
@@ -146,11 +147,11 @@ gdn_readout(
     const LaterRow later = look_ahead(seq_lens, state_batch_indices, num_slots);
     const bool has_slot = slot >= 0 && slot < num_slots;
     int position_now = 0, later_position = 0;
-    float tile_scale = 1.f;  // lane i: of the warp's tile i
+    RowScales row_scales;
     if (has_slot) {
         position_now = position_in[offset_of(slot, position_stride) + first_part * CTA_TILES];
         readout_copy_start(shared.tile, STATE_ROWS(slot).from(block_row), &shared.barrier);
-        if (NVFP4 && lane < CTA_TILES) tile_scale = STATE_ROWS(slot).from(own_row).tile_scales[lane];
+        row_scales.load(STATE_ROWS(slot).from(own_row));
     }
     if (later.exists) later_position = position_in[offset_of(later.slot, position_stride) + first_part * CTA_TILES];
     const float log_A = A_log[head], bias = dt_bias[head];
@@ -188,7 +189,7 @@ gdn_readout(
                 serial_rows<4, false>(inputs, row, first, rows.checkpoint, stores,
                                       o + offset_of(row.start, HEADS * ROWS) + rows_before, nullptr);
             sync_threads();
-            store_staged_tile(stage, shared.row_max, rows, tile_row, ROUNDING_KEY(tile_head, row.seq_len + row.length));
+            store_staged_tile(stage, rows, tile_row, ROUNDING_KEY(tile_head, row.seq_len + row.length));
             sync_threads();
         }
         if (lane < CTA_TILES)
@@ -254,7 +255,7 @@ gdn_readout(
         if (AHEAD_TILE && lane == 31) {
             const StateRows rows = STATE_ROWS(later.slot).from(block_row);
             prefetch(rows.codes, CTA_STATE_ROWS * CODE_BYTES);
-            if (NVFP4) prefetch(rows.scales, CTA_STATE_ROWS * SCALE_BYTES);
+            if (NVFP4) prefetch(rows.block_scales, CTA_STATE_ROWS * BLOCK_SCALE_BYTES);
         }
     }
     // The window's queries as the ring keeps them and in fp16, while the rings travel. Rows behind its end stay zero.
@@ -294,38 +295,29 @@ gdn_readout(
     if (flush) {
         hold_until_here(slot_now);
         sync_threads();
-        build_fold_keys((float4*)shared.tile, shared.k);
+        build_fold_keys((uint4*)shared.tile, shared.k);
         sync_threads();
-        const auto own_values = [&](int m, int step, float(&values)[8]) {
+        const auto own_values = [&](int group, int step, float(&v)[4]) {
 #pragma unroll
-            for (int i = 0; i < 8; i++) values[i] = 0.f;
+            for (int i = 0; i < 4; i++) v[i] = 0.f;
 #pragma unroll
             for (int plane = 0; plane < U_PLANES; plane++) {
-                u32 pairs[4];
-                load_matrix_x4_transposed(pairs, own_u + plane * OWN_SIZE +
-                                                     (16 * step + lane % 8 + lane / 16 * 8) * OWN_STRIDE + 16 * m +
-                                                     lane / 8 % 2 * 8);
+                u32 pairs[2];
+                load_matrix_x2_transposed(pairs, own_u + plane * OWN_SIZE + (16 * step + lane % 16) * OWN_STRIDE + 8 * group);
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    values[i / 2 * 4 + i % 2] += bf16_low(pairs[i]);
-                    values[i / 2 * 4 + 2 + i % 2] += bf16_high(pairs[i]);
-                }
+                for (int i = 0; i < 4; i++) v[i] += i % 2 ? bf16_high(pairs[i / 2]) : bf16_low(pairs[i / 2]);
             }
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float decay = shuffle_from(weight, 16 * step + i / 2 * 8 + 2 * t + i % 2);
-                values[2 * i] *= decay, values[2 * i + 1] *= decay;
-            }
+            for (int i = 0; i < 4; i++) v[i] *= shuffle_from(weight, 16 * step + i / 2 * 8 + 2 * t + i % 2);
         };
         const StateRows own_rows = STATE_ROWS((int)slot_now).from(own_row);
-        FoldedState<decltype(own_values)> folded = {own_values, (const float4*)shared.tile, own_rows,
-                                                    row.checkpoint_position > 0, decay_of(total)};
-        fold_rows(folded, shared.row_max + warp * (M_TILES * 16), own_rows, first_row, ROUNDING_KEY(head, row.seq_len));
+        fold_rows(own_values, (const uint4*)shared.tile, own_rows, row.checkpoint_position > 0, decay_of(total), first_row,
+                  ROUNDING_KEY(head, row.seq_len));
         sync_threads();
         hold_until_here(slot_now), hold_until_here(start_now);
         const StateRows written = STATE_ROWS((int)slot_now).from(own_row);
         readout_copy_again(shared.tile, warp * CTA_ROWS, written);
-        if (NVFP4 && lane < CTA_TILES) tile_scale = written.tile_scales[lane];
+        row_scales.load(written);
         // An empty history from here on: its weights are zero, and so are the products of its u.
         for (int i = lane; i < U_PLANES * OWN_SIZE / 8; i += 32) ((uint4*)own_u)[i] = make_uint4(0, 0, 0, 0);
         for (int i = tid; i < TOKEN_ROWS * KEY_STRIDE / 8; i += THREADS) ((uint4*)shared.k)[i] = make_uint4(0, 0, 0, 0);
@@ -485,12 +477,11 @@ gdn_readout(
         if (has_state) {
             const int at = warp * CTA_ROWS + 16 * m + g;
             dot_readout<QUERY_TILES, false>(product, shared.tile + at * CODE_STRIDE,
-                                            shared.tile + CODES_SIZE + at * SCALE_BYTES, query);
+                                            shared.tile + CODES_SIZE + at * BLOCK_SCALE_BYTES, query);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                if (WIDE || 16 * m + 8 * half >= CTA_ROWS) continue;
-                row_scale[half] = NVFP4 ? shuffle_from(tile_scale, (16 * m + 8 * half) / TILE_ROWS)
-                                        : e4m3_scale(STATE_ROWS((int)slot_now).scales[own_row + 16 * m + 8 * half + g]);
+                if (16 * m + 8 * half >= CTA_ROWS) continue;
+                row_scale[half] = row_scales.of_group(2 * m + half);
             }
             if constexpr (U_FROM_CHECKPOINT)
                 dot_checkpoint(exact, STATE_ROWS((int)slot_now).from(own_row + 16 * m), 16 * m + 8 < CTA_ROWS,

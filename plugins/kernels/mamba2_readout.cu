@@ -9,8 +9,10 @@
 #define GROUPS NGROUPS
 #define ROWS HEADDIM
 #define COLUMNS DSTATE
-#include "readout.cuh"
+#include "readout_dot.cuh"
+#include "readout_flush.cuh"
 #include "readout_parts.cuh"
+#include "readout_stage.cuh"
 #include "mamba2_serial.cuh"
 
 constexpr int QUERY_TILES = WINDOW_ROWS / 8;
@@ -25,7 +27,6 @@ struct Shared {
     alignas(16) activation_t C[MAX_WINDOW * KEY_STRIDE];
     alignas(16) u16 half_C[MAX_WINDOW * KEY_STRIDE];
     alignas(16) activation_t x[WARPS * WARP_PARTS * OWN_SIZE];
-    u32 row_max[WARPS * M_TILES * 16];
     float unit_C[MAX_WINDOW];
     alignas(8) u64 barrier;
 };
@@ -73,14 +74,16 @@ mamba2_readout(
     const LaterRow later = look_ahead(seq_lens, state_batch_indices, num_slots);
     const bool has_slot = slot >= 0 && slot < num_slots;
     int position_now = 0, later_position = 0;
-    float tile_scale = 1.f;  // of the part's tile `token`
+    RowScales row_scales[WARP_PARTS];
     if (has_slot) {
         position_now = position_in[offset_of(slot, position_stride) + first_part * CTA_TILES];
         readout_copy_start(shared.tile, STATE_ROWS(slot).from(block_row), &shared.barrier);
-        if (NVFP4 && token < CTA_TILES) tile_scale = STATE_ROWS(slot).tile_scales[part * CTA_TILES + token];
+#pragma unroll
+        for (int p = 0; p < WARP_PARTS; p++) row_scales[p].load(STATE_ROWS(slot).from(warp_row + p * CTA_ROWS));
     }
     if (later.exists) later_position = position_in[offset_of(later.slot, position_stride) + first_part * CTA_TILES];
-    const float log_A = A_log[head], D_head = D[head], bias = dt_bias[head];
+    const float log_A = A_log[head], bias = dt_bias[head];
+    float D_head = D[head];
     const Row row = make_row(slot, seq_len, start, window_length, position_now, num_tokens, num_slots, max_seq_len,
                              MAX_HISTORY);
     if (!row.active || row.length > MAX_WINDOW) {
@@ -118,8 +121,7 @@ mamba2_readout(
                 serial_rows<4, false>(inputs, row, first, rows.checkpoint, stores,
                                       y + (long long)row.start * (HEADS * ROWS) + rows_before);
             sync_threads();
-            store_staged_tile(stage, shared.row_max, rows, rows_before % ROWS,
-                              ROUNDING_KEY(tile_head, row.seq_len + row.length));
+            store_staged_tile(stage, rows, rows_before % ROWS, ROUNDING_KEY(tile_head, row.seq_len + row.length));
             sync_threads();
         }
         if (token < CTA_TILES)
@@ -176,7 +178,7 @@ mamba2_readout(
         if (AHEAD_TILE && lane == 31) {
             const StateRows rows = STATE_ROWS(later.slot).from(block_row);
             prefetch(rows.codes, CTA_STATE_ROWS * CODE_BYTES);
-            if (NVFP4) prefetch(rows.scales, CTA_STATE_ROWS * SCALE_BYTES);
+            if (NVFP4) prefetch(rows.block_scales, CTA_STATE_ROWS * BLOCK_SCALE_BYTES);
         }
     }
     // The window's C as it is and in fp16, while the rings travel.
@@ -188,7 +190,7 @@ mamba2_readout(
                         C + (offset_of(start + w, C_stride) + B_column), shared.C + w * KEY_STRIDE);
     }
     const float A = -expf(log_A);
-    const float dt_new = token < length ? softplus(raw_dt + bias) : 0.f;
+    float dt_new = token < length ? softplus(raw_dt + bias) : 0.f;
     // Log decays: `suffix` from behind history token `token` - 1 to the history's end, `prefix` of the window up to token
     // `token`. Every sum runs over its own terms: differences of one running sum would cancel.
     float suffix = A * dt_past, prefix = A * dt_new;
@@ -212,38 +214,40 @@ mamba2_readout(
     if (flush) {
         hold_until_here(slot_now);
         sync_threads();
-        build_fold_keys((float4*)shared.tile, shared.B);
+        build_fold_keys((uint4*)shared.tile, shared.B);
         sync_threads();
 #pragma unroll 1
         for (int p = 0; p < WARP_PARTS; p++) {
-            const activation_t* x_rows =
-                warp_x + (p * OWN_SIZE + (lane % 8 + lane / 16 * 8) * OWN_STRIDE + lane / 8 % 2 * 8);
-            const auto own_values = [&](int m, int step, float(&a)[8]) {
-            u32 pairs[4];
-            load_matrix_x4_transposed(pairs, x_rows + (16 * step * OWN_STRIDE + 16 * m));
+            float weights[TOKEN_STEPS][4];
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int k = p * LANES + 16 * step + 8 * i + 2 * t;
-                const float even = shuffle_from(weight, k), odd = shuffle_from(weight, k + 1);
-                a[4 * i] = even * activation_low(pairs[2 * i]), a[4 * i + 1] = even * activation_low(pairs[2 * i + 1]);
-                a[4 * i + 2] = odd * activation_high(pairs[2 * i]), a[4 * i + 3] = odd * activation_high(pairs[2 * i + 1]);
-            }
-        };
+            for (int i = 0; i < 4 * TOKEN_STEPS; i++)
+                weights[i / 4][i % 4] = shuffle_from(weight, p * LANES + i / 2 * 8 + 2 * t + i % 2);
+            const activation_t* x_rows = warp_x + (p * OWN_SIZE + lane % 16 * OWN_STRIDE);
+            const auto own_values = [&](int group, int step, float(&v)[4]) {
+                u32 pairs[2];
+                load_matrix_x2_transposed(pairs, x_rows + (16 * step * OWN_STRIDE + 8 * group));
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    v[2 * i] = weights[step][2 * i] * activation_low(pairs[i]);
+                    v[2 * i + 1] = weights[step][2 * i + 1] * activation_high(pairs[i]);
+                }
+            };
             const int own_part = warp_part + p;
-            const StateRows own_rows = STATE_ROWS((int)slot_now).from(own_part * CTA_ROWS);
-            FoldedState<decltype(own_values)> folded = {own_values, (const float4*)shared.tile, own_rows,
-                                                        row.checkpoint_position > 0,
-                                                        decay_of(shuffle_from(total, p * LANES))};
-            fold_rows(folded, shared.row_max + warp * (M_TILES * 16), own_rows, own_part % CTAS_PER_HEAD * CTA_ROWS,
-                      ROUNDING_KEY(own_part / CTAS_PER_HEAD, row.seq_len));
+            fold_rows(own_values, (const uint4*)shared.tile, STATE_ROWS((int)slot_now).from(own_part * CTA_ROWS),
+                      row.checkpoint_position > 0, decay_of(shuffle_from(total, p * LANES)),
+                      own_part % CTAS_PER_HEAD * CTA_ROWS, ROUNDING_KEY(own_part / CTAS_PER_HEAD, row.seq_len));
             sync_warp();
         }
         sync_threads();
         hold_until_here(slot_now), hold_until_here(start_now), hold_until_here(tid_now);
         stage_tokens(0, length);
         readout_copy_again(shared.tile, warp * (WARP_PARTS * CTA_ROWS), STATE_ROWS((int)slot_now).from(warp_row));
-        if (NVFP4 && token < CTA_TILES) tile_scale = STATE_ROWS((int)slot_now).tile_scales[part * CTA_TILES + token];
+#pragma unroll
+        for (int p = 0; p < WARP_PARTS; p++) row_scales[p].load(STATE_ROWS((int)slot_now).from(warp_row + p * CTA_ROWS));
         history = 0, total = 0.f;
+        u32 head_now = (first_part + tid_now / 32 * WARP_PARTS + tid_now % 32 / LANES) / CTAS_PER_HEAD;
+        hold_until_here(head_now);
+        D_head = D[head_now];
         copy_async_wait();
         sync_threads();
     }
@@ -349,7 +353,7 @@ mamba2_readout(
     }
     const activation_t* x_rows = own_x + ((lane % 8 + lane / 16 * 8) * OWN_STRIDE + lane / 8 % 2 * 8);
     const unsigned char* own_codes = shared.tile + (own_part * CTA_ROWS + g) * CODE_STRIDE;
-    const unsigned char* own_scales = shared.tile + (CODES_SIZE + (own_part * CTA_ROWS + g) * SCALE_BYTES);
+    const unsigned char* own_scales = shared.tile + (CODES_SIZE + (own_part * CTA_ROWS + g) * BLOCK_SCALE_BYTES);
     activation_t* outputs = own_x + ((MAX_WINDOW == 1 ? t : 2 * t) * OWN_STRIDE + g);
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
@@ -368,12 +372,11 @@ mamba2_readout(
         float row_scale[2] = {1.f, 1.f};
         if (has_state) {
             dot_readout<QUERY_TILES, MAX_WINDOW == 1>(product, own_codes + 16 * m * CODE_STRIDE,
-                                                      own_scales + 16 * m * SCALE_BYTES, query);
+                                                      own_scales + 16 * m * BLOCK_SCALE_BYTES, query);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                if (WIDE || 16 * m + 8 * half >= CTA_ROWS) continue;
-                row_scale[half] = NVFP4 ? shuffle_from(tile_scale, first_lane + (16 * m + 8 * half) / TILE_ROWS)
-                                        : e4m3_scale(STATE_ROWS((int)slot_now).scales[block_row + own_part * CTA_ROWS + 16 * m + 8 * half + g]);
+                if (16 * m + 8 * half >= CTA_ROWS) continue;
+                row_scale[half] = row_scales[WARP_PARTS > 1 && p ? WARP_PARTS - 1 : 0].of_group(2 * m + half);
             }
         }
         // Outputs replace the x of tokens that this matrix step was the last to read.

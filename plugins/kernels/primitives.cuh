@@ -53,6 +53,18 @@ DEVICE u32 pack_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
     return result;
 }
+// Two numbers rounded to fp16, the first in the low half.
+DEVICE u32 pack_fp16(float low, float high) {
+    u32 result;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+}
+// The same, rounded towards zero.
+DEVICE u32 pack_fp16_cut(float low, float high) {
+    u32 result;
+    asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+}
 DEVICE float fp16_to_float(u16 value) {
     float result;
     asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value));

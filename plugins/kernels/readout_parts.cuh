@@ -23,26 +23,26 @@
 
 #if READOUT_FORMAT == READOUT_NVFP4
 #define READOUT_IN                                                                                    \
-    const unsigned char *readout_in, const unsigned char *readout_block_scale_in, const float *readout_tile_scale_in,
-#define READOUT_STRIDES int readout_stride, int readout_block_scale_stride, int readout_tile_scale_stride,
-#define READOUT_OUT unsigned char *readout, unsigned char *readout_block_scale, float *readout_tile_scale,
+    const unsigned char *readout_in, const unsigned char *readout_block_scale_in, const unsigned char *readout_scale_in,
+#define READOUT_STRIDES int readout_stride, int readout_block_scale_stride, int readout_scale_stride,
+#define READOUT_OUT unsigned char *readout, unsigned char *readout_block_scale, unsigned char *readout_scale,
 #define READOUT_ROWS(slot)                                                              \
     readout + offset_of(slot, readout_stride),                                       \
         readout_block_scale + offset_of(slot, readout_block_scale_stride),           \
-        readout_tile_scale + offset_of(slot, readout_tile_scale_stride)
+        readout_scale + offset_of(slot, readout_scale_stride)
 #elif READOUT_FORMAT == READOUT_FP8
 #define READOUT_IN const unsigned char *readout_in, const unsigned char *readout_scale_in,
 #define READOUT_STRIDES int readout_stride, int readout_scale_stride,
 #define READOUT_OUT unsigned char *readout, unsigned char *readout_scale,
 #define READOUT_ROWS(slot)                        \
-    readout + offset_of(slot, readout_stride), \
-        readout_scale + offset_of(slot, readout_scale_stride), nullptr
+    readout + offset_of(slot, readout_stride), nullptr, \
+        readout_scale + offset_of(slot, readout_scale_stride)
 #else
 #define READOUT_IN
 #define READOUT_STRIDES
 #define READOUT_OUT
 #define READOUT_ROWS(slot) \
-    (unsigned char*)(checkpoint + offset_of(slot, checkpoint_stride)), CHECKPOINT_SCALES(slot), nullptr
+    (unsigned char*)(checkpoint + offset_of(slot, checkpoint_stride)), nullptr, CHECKPOINT_SCALES(slot)
 #endif
 
 #define STATE_PARTS_IN const state_t *checkpoint_in, const int *position_in, CHECKPOINT_SCALE_IN READOUT_IN

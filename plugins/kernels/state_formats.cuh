@@ -56,11 +56,11 @@ struct RoundingKey {
     u32 seed, head, position, layer;
 };
 
-// Philox4x32-10 of the counter `words`, in place, with the key (seed, 0).
+// Philox4x32-7 of the counter `words`, in place, with the key (seed, 0).
 DEVICE void philox(u32 (&words)[4], u32 seed) {
     u32 key0 = seed, key1 = 0;
 #pragma unroll
-    for (int round = 0; round < 10; round++) {
+    for (int round = 0; round < 7; round++) {
         const u64 first = (u64)0xd2511f53u * words[0], second = (u64)0xcd9e8d57u * words[2];
         words[0] = (u32)(second >> 32) ^ words[1] ^ key0;
         words[2] = (u32)(first >> 32) ^ words[3] ^ key1;
@@ -71,15 +71,20 @@ DEVICE void philox(u32 (&words)[4], u32 seed) {
     }
 }
 
-// Random bits of 8 elements of `row`: columns `column` + 0 to 3 and + 16 to 19, where column % 32 is 0, 4, 8 or 12.
-// Element i has bits 16 (i % 2) .. 16 (i % 2) + 15 of word i / 2.
+// Random bits of 16 elements of `row`: columns `column` + 0 to 3, + 16 to 19, + 32 to 35 and + 48 to 51, where column % 64
+// is 0, 4, 8 or 12.
 DEVICE void random_words(u32 (&words)[4], const RoundingKey& key, int row, int column) {
-    constexpr int GROUPS_PER_ROW = 4 * ((COLUMNS + 31) / 32);
-    words[0] = (u32)(row * GROUPS_PER_ROW + 4 * (column / 32) + column % 16 / 4);
+    constexpr int GROUPS_PER_ROW = 4 * ((COLUMNS + 63) / 64);
+    words[0] = (u32)(row * GROUPS_PER_ROW + 4 * (column / 64) + column % 16 / 4);
     words[1] = key.head, words[2] = key.position, words[3] = key.layer;
     philox(words, key.seed);
 }
-DEVICE u32 random_bits(const u32 (&words)[4], int i) { return i % 2 ? words[i / 2] >> 16 : words[i / 2] & 0xffffu; }
+// Bytes i and i + 1 of them, in the upper half; the lower half is something else.
+DEVICE u32 random_bits(const u32 (&words)[4], int i) {
+    const u32 word = words[i / 4];
+    return i % 4 == 0 ? word << 16 : i % 4 == 1 ? word << 8 : i % 4 == 2 ? word
+                                                            : permute_bytes(word, words[(i / 4 + 1) % 4], 0x4300u);
+}
 
 // A number that float_to_state keeps: `value` rounded up or down with 16 random bits. Scaled so that fp32 has the format's
 // exponents, its bits are a count of the format's finest steps, subnormal or not: adding to them and cutting them off is
@@ -93,4 +98,11 @@ DEVICE float round_stochastic(float value, u32 random) {
     // A NaN may have all bits set, to which nothing can be added.
     const int scaled = (int)float_to_bits(value * down), limit = (int)(cut & 0x7fffffffu);
     return bits_to_float(((u32)(scaled < limit ? scaled : limit) + addend) & cut) * up;
+}
+
+// The same of two numbers below 2^15, rounded to fp16, the first in the low half; random bits in the upper halves.
+DEVICE u32 round_stochastic_fp16(float low, float high, u32 random_low, u32 random_high) {
+    const float first = bits_to_float(float_to_bits(multiply(low, 0x1p-112f)) + (random_low >> 19));
+    const float second = bits_to_float(float_to_bits(multiply(high, 0x1p-112f)) + (random_high >> 19));
+    return pack_fp16_cut(multiply(first, 0x1p112f), multiply(second, 0x1p112f));
 }

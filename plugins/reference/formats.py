@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from replayssm.plugins.contract import NVFP4_BLOCK, RecurrentGeometry, ReplaySettings
-from replayssm.plugins.nvfp4 import E4M3_TINY, decode, encode, pack_words, unpack_words
+from replayssm.plugins.contract import NVFP4_BLOCK, ReplaySettings
+from replayssm.plugins.nvfp4 import decode, pack_words, unpack_words
 from replayssm.plugins.reference.philox import rounding_bits
 from replayssm.plugins.state import LayerState, torch_dtype
 
@@ -19,6 +19,9 @@ Parts = dict[str, torch.Tensor]
 _FP8 = torch.float8_e4m3fn
 _NAN_CODE = 0x7F
 _SIXTH = 1 / 6
+
+NVFP4_LEAST_SCALE = 2.0**-6
+"""The smallest normal e4m3 number, below which no block scale of a readout falls."""
 
 # (smallest normal magnitude for formats whose subnormals start above those of fp32, dropped mantissa bits)
 _STOCHASTIC = {torch.bfloat16: (0.0, 16), torch.float16: (2.0**-14, 13), _FP8: (2.0**-6, 20)}
@@ -71,29 +74,31 @@ def decode_float8(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return codes.to(torch.float32) * _power_of_two(scale.to(torch.int32))[..., None]
 
 
-def encode_nvfp4(S: torch.Tensor, row_tiles: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(packed codes uint8 [..., rows, columns / 2], block scales e4m3 [..., rows, columns / 16], tile scales fp32
-    [..., row_tiles]) of fp32 S [..., rows, columns]."""
-    tiles = S.unflatten(-2, (row_tiles, -1))
-    largest = _largest_exponent(tiles.flatten(-2))
+def encode_nvfp4(S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(packed codes uint8 [..., rows, columns / 2], block scales e4m3 [..., rows, columns / 16], row scales uint8
+    [..., rows]) of fp32 S [..., rows, columns]."""
+    largest = _largest_exponent(S)
+    broken = largest == 255
     field = (largest - 10).clamp(27, 227)
-    broken = (largest == 255)[..., None, None, None]
-    scaled = tiles.unflatten(-1, (-1, NVFP4_BLOCK)) * _power_of_two(254 - field)[..., None, None, None]
-    scaled = torch.where(broken, 0.0, scaled)
+    blocks = torch.where(broken[..., None], 0.0, S).unflatten(-1, (-1, NVFP4_BLOCK))
+    inverse = _power_of_two(254 - field)[..., None]
     sixth = torch.tensor(_SIXTH, dtype=torch.float32, device=S.device)
-    block_scale = (scaled.abs().amax(-1) * sixth).clamp(min=E4M3_TINY).to(_FP8)
-    magnitude = encode((scaled * (1 / block_scale.to(torch.float32))[..., None]).abs())
-    sign = torch.where(broken, False, torch.signbit(tiles.unflatten(-1, (-1, NVFP4_BLOCK))))
-    codes = (magnitude | (sign.to(torch.uint8) << 3)).flatten(-2).flatten(-3, -2)
-    tile_scale = _power_of_two(torch.where(largest == 255, 255, field))
-    return pack_words(codes), block_scale.flatten(-3, -2), tile_scale
+    block_scale = (blocks.abs().amax(-1) * (inverse * sixth)).clamp(min=NVFP4_LEAST_SCALE).to(_FP8)
+    # The fp16 bits of a code's number times 2^-14, of whose mantissa one bit is kept.
+    scaled = blocks * (inverse * 2.0**-14 / block_scale.to(torch.float32))[..., None]
+    half = scaled.to(torch.float16).view(torch.int16).to(torch.int32)
+    magnitude = half & 0x7FFF
+    magnitude = (magnitude + 0xFF + (magnitude >> 9 & 1)) >> 9
+    sign = torch.where(broken[..., None, None], 0, half >> 12 & 8)
+    codes = (magnitude | sign).to(torch.uint8).flatten(-2)
+    return pack_words(codes), block_scale, torch.where(broken, 255, field).to(torch.uint8)
 
 
-def decode_nvfp4(packed: torch.Tensor, block_scale: torch.Tensor, tile_scale: torch.Tensor) -> torch.Tensor:
+def decode_nvfp4(packed: torch.Tensor, block_scale: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """fp32 values, exact."""
     blocks = decode(unpack_words(packed)).unflatten(-1, (-1, NVFP4_BLOCK))
-    tiles = (blocks * block_scale.to(torch.float32)[..., None]).flatten(-2).unflatten(-2, (tile_scale.shape[-1], -1))
-    return (tiles * tile_scale[..., None, None]).flatten(-3, -2)
+    values = (blocks * block_scale.to(torch.float32)[..., None]).flatten(-2)
+    return values * _power_of_two(scale.to(torch.int32))[..., None]
 
 
 def encode_checkpoint(S: torch.Tensor, settings: ReplaySettings, key: RandomKey) -> Parts:
@@ -114,21 +119,21 @@ def decode_checkpoint(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     return parts["checkpoint"].to(dtype)
 
 
-def encode_readout(S: torch.Tensor, geometry: RecurrentGeometry, settings: ReplaySettings) -> Parts:
+def encode_readout(S: torch.Tensor, settings: ReplaySettings) -> Parts:
     """Readout parts of S [heads, rows, columns]; nothing where outputs read the checkpoint."""
     if settings.readout_dtype == "float8":
         return dict(zip(("readout", "readout_scale"), encode_float8(S.float()), strict=True))
     if settings.readout_dtype == "nvfp4":
-        names = ("readout", "readout_block_scale", "readout_tile_scale")
-        return dict(zip(names, encode_nvfp4(S.float(), geometry.row_tiles), strict=True))
+        names = ("readout", "readout_block_scale", "readout_scale")
+        return dict(zip(names, encode_nvfp4(S.float()), strict=True))
     return {}
 
 
 def decode_readout(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     """S in `dtype` of the parts that `encode_readout` gives."""
-    if "readout_scale" in parts:
-        return decode_float8(parts["readout"], parts["readout_scale"]).to(dtype)
-    return decode_nvfp4(parts["readout"], parts["readout_block_scale"], parts["readout_tile_scale"]).to(dtype)
+    if "readout_block_scale" in parts:
+        return decode_nvfp4(parts["readout"], parts["readout_block_scale"], parts["readout_scale"]).to(dtype)
+    return decode_float8(parts["readout"], parts["readout_scale"]).to(dtype)
 
 
 def slot_parts(state: LayerState, slot: int, prefix: str) -> Parts:
@@ -141,7 +146,7 @@ def store_state(state: LayerState, slot: int, S: torch.Tensor, key: RandomKey) -
     """Write the checkpoint and the readout of a slot from the same S. Does not touch the position."""
     parts = {
         **encode_checkpoint(S, state.settings, key),
-        **encode_readout(S, state.geometry, state.settings),
+        **encode_readout(S, state.settings),
     }
     for name, values in parts.items():
         state[name][slot] = values

@@ -1,4 +1,4 @@
-"""Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) and the bits that rounding takes.
+"""Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) and the bits that rounding takes.
 
 Counter-based: a number is a function of its counter and key, so that any thread can compute any of them in any order.
 Tensors of 32-bit words are int64 here, because torch has no unsigned 32-bit arithmetic.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from replayssm.plugins.contract import NVFP4_WORD_COLUMNS
-
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
-_ROUNDS = 10
+_ROUNDS = 7
 
 Word = torch.Tensor | int
 
@@ -51,14 +49,15 @@ def rounding_bits(
     position: the new c, where the rounded state stands; a tensor [...] gives bits [..., heads, rows, columns].
     """
     heads, rows, columns = shape
-    words = -(-columns // NVFP4_WORD_COLUMNS)
+    calls = -(-columns // 64)
     if isinstance(position, torch.Tensor):
         device, position = position.device, position[..., None, None]
     head = torch.arange(heads, device=device)[:, None]
-    group = torch.arange(rows * words * 4, device=device)
+    group = torch.arange(rows * calls * 4, device=device)
     outputs = torch.stack(philox4x32((group, head, position, layer), (seed, 0)), dim=-1)
-    halves = torch.stack((outputs & 0xFFFF, outputs >> 16), dim=-1)
-    # [..., heads, rows, word, lane, block of the pair, column within the lane's four]
-    by_lane = halves.reshape(*outputs.shape[:-2], rows, words, 4, 2, 4)
+    octets = torch.stack([(outputs >> shift) & 255 for shift in (0, 8, 16, 24)], dim=-1).flatten(-2)
+    pairs = octets | octets.roll(-1, -1) << 8
+    # [..., heads, rows, 64 columns, lane, block of the four, column within the lane's four]
+    by_lane = pairs.reshape(*outputs.shape[:-2], rows, calls, 4, 4, 4)
     in_order = by_lane.transpose(-3, -2).flatten(-4)
     return in_order[..., :columns].to(torch.int32)

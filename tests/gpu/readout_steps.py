@@ -29,7 +29,7 @@ def exact_steps(steps: Steps, kernels) -> tuple[LayerState, LayerState]:
 
     size = torch.exp2(torch.randint(-20, 8, (heads, rows), generator=steps.generator).float())
     if settings.state_dtype == "float32":
-        size[0] = 2.0**-100  # tile scales do not follow that far
+        size[0] = 2.0**-100  # row scales do not follow that far
     for slot in range(3):
         S = (steps.normal(heads, rows, columns) * 512).round() / 512 * size[..., None]
         store_state(state, slot, S, RandomKey(LAYER, POSITION))

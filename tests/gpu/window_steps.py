@@ -213,12 +213,15 @@ def assert_close(worst: dict[str, float], steps: Steps) -> None:
     output. "out": all outputs together; few elements lie on a rounding boundary. fp32 states agree to a few ulp, or
     after a chunked prefill to the 16 bits of mantissa that its matrix products keep of each term (2^-17 each); but a
     GDN prefill folds k, and few of its elements round the other way (2^-9 each); 16-bit states and rings differ by one
-    ulp in few elements.
+    ulp in few elements. A readout's element rounds the other way where S lies within its own error of a boundary: an
+    error of 2^-17 of a term (16 bits of mantissa, see above) and steps of some 1/4 (nvfp4) or 2^-4 (fp8) of an element
+    are one in 2^15 or 2^13 of them, 1.4e-3 or 7e-4 of the whole; a single one of a small state may be thrice that.
     """
     exact = steps.settings.state_dtype == "float32"
     gdn = steps.geometry.kind == "gdn"
     limits = {"element": 4.0 if gdn else 1.0, "out": 5e-4}
     limits |= {"ring_k": 1e-3, "ring_u": 1e-3, "ring_dt": 2e-7, "ring_g": 2e-7}
+    limits["readout"] = 5e-3 if steps.settings.readout_dtype == "nvfp4" else 2e-3
     for part in ("checkpoint", "snapshots"):
         limits[part] = 5e-4 if not exact else 1e-4 if gdn else 1e-5
     for name, error in worst.items():
@@ -248,6 +251,37 @@ def _element_error(value: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((value - expected).abs() / (expected.abs() * ulp + 2e-3 * size + 1e-30)).max())
 
 
+def _expect_from_stored(steps: Steps, call: Call, state: LayerState, mine: LayerState, expected: torch.Tensor) -> None:
+    """Replace the expected outputs of windows that flushed and stored another low-precision state than the reference.
+
+    Few elements lie so close to a boundary that they round the other way, but an output that reads one is then off by a
+    step of it. Outputs are computed from what is stored (design rule 4), so they must be those that the reference
+    computes from what the implementation stored. Both states are as they are after the call.
+    """
+    settings = steps.settings
+    low = settings.state_dtype == "float8" if settings.readout_dtype == "same" else True
+    if not low or settings.is_baseline:
+        return
+    prefix = "checkpoint" if settings.readout_dtype == "same" else "readout"
+    parts = [name for name in state.tensors if name.startswith(prefix) and name != "checkpoint_position"]
+    lengths = call.rows[2].clone().zero_()
+    for row, (slot, length) in enumerate(zip(call.slots, call.lengths, strict=True)):
+        if not 0 <= slot < steps.slots or not 0 < length <= settings.max_window:
+            continue
+        flushed = int(mine["checkpoint_position"][slot, 0, 0]) == int(call.rows[0][row]) > 0
+        if flushed and any(_octets(state[name][slot]).ne(_octets(mine[name][slot])).any() for name in parts):
+            lengths[row] = length
+    if lengths.any():
+        again = Call(call.inputs, [*call.rows[:2], lengths, call.rows[3]], *([None] * 4))
+        outputs = steps.run(reference, mine, again)
+        for start, length in zip(call.starts, lengths.tolist(), strict=True):
+            expected[start : start + length] = outputs[start : start + length]
+
+
+def _octets(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
 def compare(steps: Steps, implementation, count: int, prefill: bool = True) -> dict[str, float]:
     """Errors over `count` calls: relative of all outputs together ("out"), of their worst element ("element", see
     `assert_close`), and the largest relative one of each state part.
@@ -272,6 +306,7 @@ def compare(steps: Steps, implementation, count: int, prefill: bool = True) -> d
         for start, length, slot in zip(call.starts, call.lengths, call.slots, strict=True):
             if not 0 <= slot < steps.slots:
                 assert not value[start : start + length].any(), where
+        _expect_from_stored(on_cpu, call_on(call, "cpu"), state, to_device(mine, "cpu"), expected)
         difference += float((value.double() - expected.double()).square().sum())
         size += float(expected.double().square().sum())
         worst["element"] = max(worst["element"], _element_error(value, expected))

@@ -120,14 +120,14 @@ def test_readout_parts():
     parts = {part.name: part for part in readout_parts(NANO4B, "nvfp4")}
     elements = 96 * 80 * 128
     assert parts["readout"].nbytes + parts["readout_block_scale"].nbytes == elements * 0.5625
-    assert parts["readout_tile_scale"].nbytes == 96 * 2 * 4
+    assert parts["readout_scale"].nbytes == 96 * 80
     assert {p.name: p.nbytes for p in readout_parts(NANO4B, "float8")} == {
         "readout": elements,
         "readout_scale": 96 * 80,
     }
     assert readout_parts(NANO4B, "same") == ()
     names = [part.name for part in state_parts(NANO4B, ReplaySettings(readout_dtype="nvfp4"))]
-    assert names[:5] == ["checkpoint", "checkpoint_position", "readout", "readout_block_scale", "readout_tile_scale"]
+    assert names[:5] == ["checkpoint", "checkpoint_position", "readout", "readout_block_scale", "readout_scale"]
 
 
 @pytest.mark.parametrize(

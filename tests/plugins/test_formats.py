@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from replayssm.plugins.contract import Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.nvfp4 import E2M1_VALUES, pack_words, unpack_words
 from replayssm.plugins.reference.formats import (
     decode_float8,
@@ -31,12 +31,12 @@ def spread(*shape: int, low: int = -40, high: int = 20) -> torch.Tensor:
 
 
 def test_philox_known_answers():
-    """The three vectors of the authors' own library (Random123, kat_vectors: philox4x32 10)."""
+    """The three vectors of the authors' own library (Random123, kat_vectors: philox4x32 7)."""
     pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
     for (counter, key), answer in {
-        ((0,) * 4, (0,) * 2): (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
-        ((2**32 - 1,) * 4, (2**32 - 1,) * 2): (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-        pi: (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ((0,) * 4, (0,) * 2): (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48),
+        ((2**32 - 1,) * 4, (2**32 - 1,) * 2): (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662),
+        pi: (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
     }.items():
         assert tuple(int(word) for word in philox4x32(counter, key)) == answer
 
@@ -47,14 +47,28 @@ def test_rounding_bits_are_where_the_contract_says(shape):
     seed, layer, position = 7, 12, 2**30 + 5
     bits = rounding_bits(shape, seed, layer, position)
     heads, rows, columns = shape
-    groups = 4 * -(-columns // 32)
+    groups = 4 * -(-columns // 64)
     for head in range(heads):
         for row in range(rows):
             for column in range(columns):
-                group = row * groups + 4 * (column // 32) + column % 16 // 4
+                group = row * groups + 4 * (column // 64) + column % 16 // 4
                 words = philox4x32((group, head, position, layer), (seed, 0))
-                i = column // 16 % 2 * 4 + column % 4
-                assert bits[head, row, column] == (int(words[i // 2]) >> (16 * (i % 2))) & 0xFFFF
+                octets = b"".join(int(word).to_bytes(4, "little") for word in words)
+                i = column // 16 % 4 * 4 + column % 4
+                assert bits[head, row, column] == octets[i] + 256 * octets[(i + 1) % 16]
+
+
+def test_neighbours_round_independently():
+    """Elements that share a byte of the random bits round up together as often as independent ones do, within 2^-8 and
+    5 standard deviations of the sample (2^18 pairs: 5 * 0.5 / 2^9 is more than the 2^-8 themselves)."""
+    r = rounding_bits((4, 64, 1024), 3, 0, 99)
+    for fraction in (0.25, 0.5, 0.8):
+        up = (r < fraction * 2**16).double() - fraction
+        assert up.mean().abs() < 5 * 0.5 / up.numel() ** 0.5
+        by_call = up.unflatten(-1, (-1, 4, 4, 4)).transpose(-3, -2).flatten(-2)
+        for distance in (1, 2, 15):
+            together = (by_call * by_call.roll(-distance, -1)).mean() / (fraction * (1 - fraction))
+            assert together.abs() < 2**-8 + 5 / up.numel() ** 0.5, (fraction, distance)
 
 
 def test_words_unpack_with_the_four_masks():
@@ -79,35 +93,38 @@ def test_words_unpack_with_the_four_masks():
                 assert torch.equal(as_half.float() * 2.0**14, expected)
 
 
-@pytest.mark.parametrize("row_tiles", [1, 2])
-def test_nvfp4_matches_the_definition(row_tiles):
-    """Every code is the nearest of the 16 values of its block, ties to even; scales as defined, values exact."""
+def test_nvfp4_matches_the_definition():
+    """Every code is the nearest of the 16 values to its block's fp16 numbers, ties to even; scales as defined, values
+    exact."""
     S = spread(3, 8, 64, low=-12, high=4)
     S[0, 0, :16] = 0
-    packed, block_scale, tile_scale = encode_nvfp4(S, row_tiles)
-    for tile, T in zip(S.unflatten(-2, (row_tiles, -1)).flatten(0, 1), tile_scale.flatten(), strict=True):
-        exponent = torch.frexp(tile.abs().max()).exponent - 1
-        assert torch.exp2(exponent - 10.0) == T
-    T = tile_scale.repeat_interleave(8 // row_tiles, dim=-1)[..., None]
+    S[0, 1] = torch.arange(64) / 8.0  # ties in plenty
+    packed, block_scale, scale = encode_nvfp4(S)
+    T = torch.exp2(scale.float() - 127)[..., None]
+    assert torch.equal(torch.exp2(torch.frexp(S.abs().amax(-1, keepdim=True)).exponent - 11.0), T)
     blocks = S.unflatten(-1, (-1, 16)) / T[..., None]
     b = block_scale.float()
-    ideal = (blocks.abs().amax(-1).double() / 6).clamp(min=2.0**-9)
-    # e4m3 has three mantissa bits: within half a unit in the last place, 2^-10 where numbers are subnormal.
-    assert ((b - ideal).abs() <= (ideal * 2.0**-4).clamp(min=2.0**-10)).all()
+    ideal = (blocks.abs().amax(-1).double() / 6).clamp(min=2.0**-6)
+    # e4m3 has three mantissa bits: within half a unit in the last place.
+    assert ((b - ideal).abs() <= ideal * 2.0**-4).all()
+    assert b.min() == 2.0**-6
     assert b.max() <= 352
     codes = unpack_words(packed)
     sign = torch.signbit(S)
     assert torch.equal((codes >> 3).bool(), sign)
     scaled = (blocks * (1 / b)[..., None]).abs().flatten(-2)
+    assert scaled.max() <= 6.4
+    scaled = (scaled * 2.0**-14).half().float() * 2.0**14
     distance = (scaled[..., None] - torch.tensor(E2M1_VALUES)).abs()
     nearest = distance.amin(-1, keepdim=True)
     chosen = distance.gather(-1, (codes & 7).long()[..., None])
     assert torch.equal(chosen, nearest)
     tied = (distance == nearest).sum(-1) > 1
+    assert tied.any()
     assert ((codes & 1)[tied] == 0).all()
     expected = torch.where(sign, -1.0, 1.0) * torch.tensor(E2M1_VALUES)[(codes & 7).long()]
     expected = (expected.unflatten(-1, (-1, 16)).double() * b.double()[..., None] * T.double()[..., None]).flatten(-2)
-    assert torch.equal(decode_nvfp4(packed, block_scale, tile_scale).double(), expected)
+    assert torch.equal(decode_nvfp4(packed, block_scale, scale).double(), expected)
 
 
 def test_float8_matches_the_definition():
@@ -169,7 +186,7 @@ def test_stochastic_rounding_keeps_what_the_format_holds(dtype):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("bits", [False, True])
 def test_values_that_are_not_finite_stay_visible(bad, bits):
-    """A row (float8) or tile (nvfp4) reads back as NaN, its neighbours as they were; wider formats keep the value."""
+    """A row of a scaled format reads back as NaN, its neighbours as they were; wider formats keep the value."""
     S = spread(1, 4, 32, low=-3, high=3)
     good = S.clone()
     S[0, 1, 3] = bad
@@ -177,12 +194,12 @@ def test_values_that_are_not_finite_stay_visible(bad, bits):
     got, clean = decode_float8(*encode_float8(S, r)), decode_float8(*encode_float8(good, r))
     assert got[0, 1].isnan().all()
     assert torch.equal(got[0, [0, 2, 3]], clean[0, [0, 2, 3]])
-    (packed, block_scale, tile_scale), whole = encode_nvfp4(S, 2), encode_nvfp4(good, 2)
-    read = decode_nvfp4(packed, block_scale, tile_scale)
-    assert read[0, :2].isnan().all()
-    assert not packed[0, :2].any()
-    assert (block_scale[0, :2].float() == 2.0**-9).all()
-    assert torch.equal(read[0, 2:], decode_nvfp4(*whole)[0, 2:])
+    (packed, block_scale, scale), whole = encode_nvfp4(S), encode_nvfp4(good)
+    read = decode_nvfp4(packed, block_scale, scale)
+    assert read[0, 1].isnan().all()
+    assert not packed[0, 1].any()
+    assert (block_scale[0, 1].float() == 2.0**-6).all()
+    assert torch.equal(read[0, [0, 2, 3]], decode_nvfp4(*whole)[0, [0, 2, 3]])
     if bits:
         for dtype in (torch.float16, torch.bfloat16):
             kept = round_stochastic(S, r, dtype)[0, 1, 3].float()
@@ -193,4 +210,3 @@ def test_seed_reaches_kernels_only_where_it_is_used():
     assert ReplaySettings().rounding_scalars == ()
     settings = ReplaySettings(state_dtype="float16", state_rounding="stochastic", rounding_seed=9)
     assert settings.rounding_scalars == (9,)
-    assert Mamba2Geometry(1, 4, 32, 1).row_tiles == 1

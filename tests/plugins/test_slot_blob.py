@@ -117,7 +117,7 @@ def test_rule_9_blob_holds_live_rows_only(started, tmp_path, assert_same):
     with safe_open(path, "pt") as file:
         metadata = json.loads(file.metadata()[METADATA_KEY])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert (metadata["version"], metadata["seq_len"]) == (3, 29)
+    assert (metadata["version"], metadata["seq_len"]) == (4, 29)
     zeroed = path.read_bytes().replace(metadata["sha256"].encode(), b"0" * 64)
     assert hashlib.sha256(zeroed).hexdigest() == metadata["sha256"]
     assert metadata["layers"]["gdn"]["checkpoint_position"] == c
@@ -183,8 +183,8 @@ def test_blob_refuses_other_geometry_layers_versions_and_damage(started, make_op
         load_slot(blob, other, 0)
     with pytest.raises(ValueError, match=r"the blob holds layers \[.*\], the pool has \['gdn'\]"):
         load_slot(blob, {"gdn": states["gdn"]}, 0)
-    with pytest.raises(ValueError, match=r"version 1, this program reads version 3"):
-        load_slot(blob.replace(b'\\"version\\": 3', b'\\"version\\": 1'), states, 0)
+    with pytest.raises(ValueError, match=r"version 1, this program reads version 4"):
+        load_slot(blob.replace(b'\\"version\\": 4', b'\\"version\\": 1'), states, 0)
     for damaged in (b"", blob[:100], blob[:-1], bytes([blob[0] ^ 1]) + blob[1:], b"[" * 99_999, b"\xff" * 99):
         with pytest.raises(ValueError, match=r"not a state blob|damaged blob"):
             load_slot(damaged, states, 0)

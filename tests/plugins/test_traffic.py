@@ -43,7 +43,7 @@ def simulate(state: int, copy: int, row: int, buffer_len: int, window: int, acce
 def test_replay_traffic_equals_simulation(geometry, row, readout, buffer_len, draft_len, accepted) -> None:
     settings = ReplaySettings(buffer_len=buffer_len, max_window=1 + draft_len, readout_dtype=readout)
     state = geometry.state_shape[0] * geometry.state_shape[1] * geometry.state_shape[2] * 4
-    copy = 0 if readout == "same" else state // 8 + state // 64 + geometry.state_shape[0] * geometry.row_tiles * 4
+    copy = 0 if readout == "same" else state // 8 + state // 64 + geometry.state_shape[0] * geometry.state_shape[1]
     traffic = traffic_per_token([geometry], settings, draft_len, accepted)
     # The simulation starts with an empty ring once in 1,000 flushes, hence one part in a thousand.
     assert traffic.replay == pytest.approx(simulate(state, copy, row, buffer_len, 1, 1), rel=1e-3)
@@ -79,7 +79,7 @@ def test_slot_bytes_of_published_nano_layer() -> None:
     baseline = slot_bytes(geometries, ReplaySettings(buffer_len=0, max_window=5))
     assert (baseline.ring, baseline.snapshots) == (0, 5 * 3_932_160)
     copy = slot_bytes(geometries, ReplaySettings(readout_dtype="nvfp4")).readout
-    assert copy == 96 * 80 * 128 * 9 // 16 + 96 * 2 * 4
+    assert copy == 96 * 80 * 128 * 9 // 16 + 96 * 80
     elements = 96 * 80 * 128
     small = slot_bytes(geometries, ReplaySettings(state_dtype="float8", readout_dtype="nvfp4"))
     assert (small.state, small.readout) == (elements + 96 * 80, copy)
@@ -94,7 +94,7 @@ def test_traffic_of_every_way_to_read_a_state() -> None:
     that too; the other one, which folds, reads and writes the checkpoint and writes the readout."""
     elements, rows = 32 * 128 * 128, 32 * 128
     ring = (136 + 16) * GDN_ROW
-    nvfp4, half = elements * 9 // 16 + 32 * 4 * 4, 2 * elements
+    nvfp4, half = elements * 9 // 16 + rows, 2 * elements
     for settings, moved in (
         ({"state_dtype": "float16"}, 17 * half),
         ({"state_dtype": "float8"}, 17 * (elements + rows)),

@@ -63,7 +63,7 @@ def test_counts_against_generation_and_by_hand(engine, prompts):
     assert 0 < half.kl < small.kl / 4 < 0.01
     assert half.disagreement_bound >= 3 / half.tokens
     assert exact.state_bytes == 5 * 4 * 128 * 128 * 4 == 2 * half.state_bytes
-    assert small.state_bytes == half.state_bytes + 5 * 4 * (128 * 128 * 9 // 16 + 4 * 4)
+    assert small.state_bytes == half.state_bytes + 5 * 4 * (128 * 128 * 9 // 16 + 128)
     assert small.traffic_bytes < half.traffic_bytes < exact.traffic_bytes
 
 
@@ -79,7 +79,7 @@ def test_admission_follows_the_formats(engine):
     elements = 5 * 4 * 128 * 128
     assert sizes["float32"] - sizes["float16"] == 2 * elements
     assert sizes["float16"] - sizes["float8-stochastic"] == elements - 5 * 4 * 128
-    assert sizes["float16-stochastic+nvfp4"] - sizes["float16"] == elements * 9 // 16 + 5 * 4 * 4 * 4
+    assert sizes["float16-stochastic+nvfp4"] - sizes["float16"] == elements * 9 // 16 + 5 * 4 * 128
 
 
 def test_bounds():

@@ -170,6 +170,15 @@ DEVICE u16 float_to_bf16(float value) {
 }
 DEVICE u32 pack_bf16(float low, float high) { return (u32)float_to_bf16(low) | (u32)float_to_bf16(high) << 16; }
 DEVICE u16 float_to_fp16(float value) { const _Float16 h = (_Float16)value; u16 b; std::memcpy(&b, &h, 2); return b; }
+DEVICE u32 pack_fp16(float low, float high) { return (u32)float_to_fp16(low) | (u32)float_to_fp16(high) << 16; }
+DEVICE float fp16_to_float(u16 bits);
+DEVICE u32 pack_fp16_cut(float low, float high) {
+    auto cut = [](float value) -> u32 {
+        const u16 nearest = float_to_fp16(value);
+        return nearest - (std::fabs(fp16_to_float(nearest)) > std::fabs(value));
+    };
+    return cut(low) | cut(high) << 16;
+}
 DEVICE float fp16_to_float(u16 bits) { _Float16 h; std::memcpy(&h, &bits, 2); return (float)h; }
 
 DEVICE void copy_async_16(void* shared, const void* global, bool valid) {

@@ -1,0 +1,206 @@
+// Products of the readout's rows with queries (C, or q and k).
+#pragma once
+#include "readout_store.cuh"
+
+// Rows of queries (C, or q and k) in fp16, scaled so that the largest of a row lies in [2^14, 2^15), and in `unit` what
+// undoes that and READOUT_EXPONENT. A warp converts a row of COLUMNS activations (PLAIN_QUERIES: copies it)
+// and, if KEEP, leaves them in `kept` too.
+template <bool KEEP>
+DEVICE void halve_row(u16* half, float* unit, const activation_t* from, activation_t* kept = nullptr) {
+    const int lane = threadIdx.x % 32;
+    constexpr int WORDS = COLUMNS / 2, COUNT = (WORDS + 31) / 32;
+    u32 words[COUNT], largest = 0;
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+        words[n] = n * 32 + lane < WORDS ? ((const u32*)from)[n * 32 + lane] : 0u;
+        const u32 low = float_to_bits(activation_low(words[n])) & 0x7fffffffu;
+        const u32 high = float_to_bits(activation_high(words[n])) & 0x7fffffffu;
+        const u32 both = low > high ? low : high;
+        largest = both > largest ? both : largest;
+        if (KEEP && n * 32 + lane < WORDS) ((u32*)kept)[n * 32 + lane] = words[n];
+    }
+    if constexpr (PLAIN_QUERIES) {
+#pragma unroll
+        for (int n = 0; n < COUNT; n++)
+            if (n * 32 + lane < WORDS) ((u32*)half)[n * 32 + lane] = words[n];
+        if (lane == 0) *unit = 1.f;
+        return;
+    }
+    constexpr int LOWEST = READOUT_EXPONENT > 1 ? READOUT_EXPONENT : 1;
+    int field = 268 - (int)(reduce_max(largest) >> 23);
+    field = field > 254 - 14 ? 254 - 14 : field < LOWEST ? LOWEST : field;
+    const float factor = power_of_two(field);
+#pragma unroll
+    for (int n = 0; n < COUNT; n++)
+        if (n * 32 + lane < WORDS)
+            ((u32*)half)[n * 32 + lane] = (u32)float_to_fp16(activation_low(words[n]) * factor) |
+                                          (u32)float_to_fp16(activation_high(words[n]) * factor) << 16;
+    if (lane == 0) *unit = power_of_two(254 + READOUT_EXPONENT - field);
+}
+
+// The scales of a part's rows: lane 4 g + t holds those of rows 8 n + g where n % 4 is t.
+struct RowScales {
+    float kept[WIDE ? 1 : (ROW_GROUPS + 3) / 4];
+
+    // from: of the part's first row.
+    DEVICE_MEMBER void load(const StateRows& from) {
+        if constexpr (WIDE) return;
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < (ROW_GROUPS + 3) / 4; i++) {
+            const int group = 4 * i + lane % 4;
+            kept[WIDE ? 0 : i] = e4m3_scale(group < ROW_GROUPS ? from.row_scales[8 * group + lane / 4] : 0);
+        }
+    }
+    // Of the lane's row of eight.
+    DEVICE_MEMBER float of_group(int group) const {
+        return WIDE ? 1.f : shuffle_from(kept[WIDE ? 0 : group / 4], threadIdx.x % 32 / 4 * 4 + group % 4);
+    }
+};
+
+// Eight codes as half2, times 2^-14: (0, 1), (2, 3) of the first block, then of the second.
+DEVICE void widen_codes(u32 word, u32 (&pairs)[4]) {
+    constexpr u32 MASK = 0x8e008e00u;
+    pairs[0] = word & MASK;
+    pairs[1] = rotate_right(word, 3) & MASK;
+    pairs[2] = (word & 0x00390039u) * (1u << 6 | 1u << 15) & MASK;
+    pairs[3] = (word & 0x01c201c2u) * (1u << 3 | 1u << 14) & MASK;
+}
+
+// PAIRS words of a lane's row, from memory that is aligned to them.
+DEVICE void load_words(const unsigned char* from, u32 (&words)[PAIRS]) {
+    constexpr int WIDTH = PAIRS % 4 == 0 ? 4 : PAIRS % 2 == 0 ? 2 : 1;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i += WIDTH) {
+        if constexpr (WIDTH == 4) {
+            const uint4 v = ((const uint4*)from)[i / 4];
+            words[i] = v.x, words[i + WIDTH / 4] = v.y, words[i + WIDTH / 2] = v.z, words[i + WIDTH - 1] = v.w;
+        } else if constexpr (WIDTH == 2) {
+            const uint2 v = ((const uint2*)from)[i / 2];
+            words[i] = v.x, words[i + WIDTH - 1] = v.y;
+        } else {
+            words[i] = ((const u32*)from)[i];
+        }
+    }
+}
+
+// The e4m3 scales of a row's blocks.
+struct BlockScales {
+    static constexpr int PER_WORD = PAIRS % 2 == 0 ? 2 : 1;  // pairs of blocks
+    u32 words[PAIRS / PER_WORD];
+
+    DEVICE_MEMBER void load(const unsigned char* from) {
+        if constexpr (PAIRS % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < PAIRS / 4; i++) {
+                const uint2 v = ((const uint2*)from)[i];
+                words[2 * i] = v.x, words[(2 * i + 1) % (PAIRS / PER_WORD)] = v.y;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < PAIRS / PER_WORD; i++)
+                words[i] = PER_WORD == 2 ? ((const u32*)from)[i] : ((const u16*)from)[i];
+        }
+    }
+    // Of one pair, as half2 times 2^-8.
+    DEVICE_MEMBER u32 pair(int i) const {
+        return permute_bytes(words[i / PER_WORD], 0, PER_WORD == 2 && i % 2 ? 0x4342u : 0x4140u) << 7;
+    }
+};
+
+// The lane's columns of its query of every tile, in fp16, as the second operand of every step: in registers where there is
+// one tile, otherwise read again for every 16 rows.
+template <int TILES>
+struct Queries {
+    static constexpr bool KEPT = TILES == 1;
+    uint2 kept[KEPT ? STEPS : 1];
+    const u16* rows[TILES];
+
+    DEVICE_MEMBER void set(int n, const u16* row) {
+        rows[n] = row + threadIdx.x % 4 * 4;
+        if constexpr (KEPT)
+#pragma unroll
+            for (int step = 0; step < STEPS; step++) kept[step] = *(const uint2*)(rows[n] + 16 * step);
+    }
+    DEVICE_MEMBER uint2 operator()(int n, int step) const {
+        return KEPT ? kept[KEPT ? step : 0] : *(const uint2*)(rows[n] + 16 * step);
+    }
+};
+
+// product[n] = 16 rows of the readout times 8 queries, without the scales of tiles, of fp8 rows and of queries.
+// codes, scales: of the lane's row g. Every step runs alone and is added with its rows' scales, in the same order for any
+// number of queries; a window of one token has it in every column and keeps the even ones.
+template <int TILES, bool ONE>
+DEVICE void dot_readout(float (&product)[TILES][4], const unsigned char* codes, const unsigned char* scales,
+                        const Queries<TILES>& query) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) product[n][i] = 0.f;
+    if constexpr (NVFP4) {
+        u32 words[2][PAIRS];
+        BlockScales block_scales[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            load_words(codes + 4 * PAIRS * t + half * 8 * CODE_STRIDE, words[half]);
+            block_scales[half].load(scales + half * 8 * BLOCK_SCALE_BYTES);
+        }
+#pragma unroll
+        for (int pair = 0; pair < PAIRS; pair++) {
+            u32 a[4], b[4];
+            widen_codes(words[0][pair], a);
+            widen_codes(words[1][pair], b);
+            float first[2], second[2];
+            widen_fp16(first[0], first[1], block_scales[0].pair(pair));
+            widen_fp16(second[0], second[1], block_scales[1].pair(pair));
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float scale0 = first[i], scale1 = second[i];
+#pragma unroll
+                for (int n = 0; n < TILES; n++) {
+                    float d[4] = {0.f, 0.f, 0.f, 0.f};
+                    const uint2 q = query(n, 2 * pair + i);
+                    mma_16bit<FORMAT_FP16>(d, a[2 * i], b[2 * i], a[2 * i + 1], b[2 * i + 1], q.x, q.y);
+                    product[n][0] = multiply_add(d[0], scale0, product[n][0]);
+                    product[n][2] = multiply_add(d[2], scale1, product[n][2]);
+                    if constexpr (!ONE) {
+                        product[n][1] = multiply_add(d[1], scale0, product[n][1]);
+                        product[n][3] = multiply_add(d[3], scale1, product[n][3]);
+                    }
+                }
+            }
+        }
+    } else if constexpr (WIDE) {
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            const uint2 first = *(const uint2*)(codes + 32 * step + 8 * t);
+            const uint2 second = *(const uint2*)(codes + 8 * CODE_STRIDE + 32 * step + 8 * t);
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                const uint2 q = query(n, step);
+                mma_16bit<PLAIN_QUERIES ? FORMAT_BF16 : FORMAT_FP16>(product[n], first.x, second.x, first.y, second.y,
+                                                                     q.x, q.y);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            u32 a[4];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const u32 word = *(const u32*)(codes + half * 8 * CODE_STRIDE + 16 * step + 4 * t);
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const u32 pair = permute_bytes(word, 0, i ? 0x3424u : 0x1404u);
+                    a[half + 2 * i] = (pair & 0x80008000u) | (pair & 0x7f007f00u) >> 1;
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                const uint2 q = query(n, step);
+                mma_16bit<FORMAT_FP16>(product[n], a[0], a[1], a[2], a[3], q.x, q.y);
+            }
+        }
+    }
+}
