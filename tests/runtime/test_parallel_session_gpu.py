@@ -1,0 +1,103 @@
+"""Sessions over two GPUs: NCCL, captured steps, and a rank that is lost while the device waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from replayssm.builders.engine import BuildOptions, build_engine
+from replayssm.runtime.engine import Engine
+from replayssm.runtime.generation import generate
+from replayssm.runtime.parallel import rank_engine
+from replayssm.runtime.parallel_session import open_session
+from replayssm.runtime.sampling import SamplingParams
+from replayssm.runtime.session import Session
+from replayssm.runtime.speculation import MtpDrafter
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+QUESTIONS = json.loads((EXAMPLES / "questions.json").read_text(encoding="utf-8"))
+LOGITS_BOUND = 0.03
+"""Relative distance of logits computed in two ways in bf16: 2^-9 per rounding, some tens of them in a row."""
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """`built(name)` -> directory of an engine with drafts."""
+
+    def make(name: str) -> Path:
+        path = tmp_path_factory.mktemp("engines") / name
+        build_engine(EXAMPLES / name, path, BuildOptions(max_seq_len=1024, max_batch_size=4, max_draft_len=3))
+        return path
+
+    return make
+
+
+def prompts_of(engine: Engine, name: str) -> list[list[int]]:
+    question = [{"role": "user", "content": QUESTIONS[name]["question"]}]
+    prompt = engine.tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return [prompt[start:] + prompt[:start] for start in (0, 3, 7, 12)]
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_two_gpus_answer_as_one(built, name):
+    engine = Engine.load(built(name))
+    prompts = prompts_of(engine, name)
+    plain = Session(engine, 4, "cuda")
+    with contextlib.closing(open_session(rank_engine(engine, 0, 2), 4, "cuda")) as session:
+        session.warm_up()
+        for make_drafter in (lambda session: None, MtpDrafter):
+            result = generate(session, prompts, 512, drafter=make_drafter(session), tokenizer=engine.tokenizer)[0]
+            assert result.text.strip().endswith(QUESTIONS[name]["answer"])
+        sampled = generate(session, prompts, 24, SamplingParams(temperature=1.0, seed=1), eos_token_ids=())
+        assert [len(each.token_ids) for each in sampled] == [24] * 4
+        slots, logits = [], []
+        for each in (session, plain):
+            slots.append([each.allocate() for _ in prompts])
+            for slot, prompt in zip(slots[-1], prompts, strict=True):
+                each.prefill(slot, prompt)
+            logits.append(torch.stack([each.decode(slots[-1], [5 + i] * 4) for i in range(20)]))
+        assert float((logits[0] - logits[1]).norm() / logits[1].norm()) < LOGITS_BOUND
+        blob = session.save(slots[0][0])
+        session.free(slots[0][0])
+        assert len(list(session.decode_ahead([session.load(blob)], [5], 8))) == 8
+        assert session.state_bytes < 0.6 * plain.state_bytes
+
+
+LOST = """
+import os, signal, sys, threading
+from replayssm.runtime.engine import Engine
+from replayssm.runtime.parallel import rank_engine
+from replayssm.runtime.parallel_session import open_session
+
+if __name__ == "__main__":
+    session = open_session(rank_engine(Engine.load(sys.argv[1]), 0, 2), 1, "cuda")
+    slot = session.allocate()
+    session.prefill(slot, list(range(3, 40)))
+    session.decode([slot], [5])
+    other = session._peers._processes[0].pid
+    os.kill(other, signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (other, signal.SIGKILL)).start()
+    session.decode([slot], [6])
+"""
+
+
+def test_a_rank_that_is_lost_does_not_hang_the_device(built, tmp_path):
+    """Rank 0 waits in a captured collective. The call ends with the error, or else the process does."""
+    script = tmp_path / "lost.py"
+    script.write_text(LOST)
+    command = [sys.executable, str(script), str(built(next(iter(QUESTIONS))))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 1
+    print("ended by", "an exception" if "RankLostError" in result.stderr else "the watcher")
+    assert "rank 1 of 2 ended (exit code -9)" in result.stderr
