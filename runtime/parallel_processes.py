@@ -129,6 +129,11 @@ class Peers:
             self.close()
             raise
 
+    @property
+    def are_there(self) -> bool:
+        """Neither lost nor closed."""
+        return self.failure is None and not self._closing
+
     def send(self, *messages: Any) -> None:
         """One message for all ranks, or one for each. Raises RankLostError if one is gone."""
         self._raise_failure()
@@ -192,7 +197,9 @@ class Peers:
                 process.join(GRACE_S)
         self._watcher.join(GRACE_S)
         if dist.is_initialized():
-            leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+            leaving = threading.Thread(
+                target=dist.destroy_process_group if self.failure is None else _abort, daemon=True
+            )
             leaving.start()
             leaving.join(GRACE_S)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -234,12 +241,19 @@ class Peers:
     def _free_caller(self) -> None:
         """Get a call out of a collective that will never end. gloo notices by itself."""
         if dist.is_initialized() and dist.get_backend() == "nccl" and not self._idle.is_set():
-            from torch.distributed import distributed_c10d
-
-            threading.Thread(target=distributed_c10d._abort_process_group, daemon=True).start()
+            threading.Thread(target=_abort, daemon=True).start()
         if not self._idle.wait(GRACE_S):
             print(f"error: {self.failure}", file=sys.stderr, flush=True)
             os._exit(1)
+
+
+def _abort() -> None:
+    """Leave the group without waiting for what is on the device."""
+    if dist.get_backend() == "nccl":
+        # Without a public name in torch 2.11 to 2.13.
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
 
 
 def _run(follow: Follow, place: Place, pipe: Connection, plan: Any) -> None:

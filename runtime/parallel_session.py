@@ -158,7 +158,7 @@ class ParallelSession(Session):
                 yield chosen
         finally:
             own.close()
-            if self._peers.failure is None:
+            if self._peers.are_there:
                 with self._mirrored("stop", number):
                     pass
 
