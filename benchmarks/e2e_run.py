@@ -13,7 +13,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,13 +164,15 @@ def free_memory(device: torch.device) -> None:
 class Split:
     """Microseconds per step by kernel class, kernels per step, and the time between kernels of a step.
 
-    gap_us, largest_gap_us: within a graph, all of a step's and the largest. top: microseconds per step by kernel name.
+    gap_us, largest_gap_us: within a graph, all of a step's and the largest. wide_gaps: the widest of each pair of
+    neighbours, "before -> after", widest first. top: microseconds per step by kernel name.
     """
 
     classes: dict[str, float]
     kernels: int
     gap_us: float
     largest_gap_us: float
+    wide_gaps: dict[str, float]
     top: dict[str, float]
 
     @property
@@ -180,13 +182,18 @@ class Split:
 
 
 def split_time(run: Run, steps: int) -> Split | None:
-    """Where the time of `steps` steps goes, from the kernel records of torch.profiler; None without a GPU."""
-    if run.device.type != "cuda":
+    """Where the time of `steps` steps goes; None without a GPU."""
+    return profiled_split(run.step, steps, run.device)
+
+
+def profiled_split(step: Callable[[], object], steps: int, device: torch.device) -> Split | None:
+    """`Split` of `steps` calls of `step`, from the kernel records of torch.profiler; None without a GPU."""
+    if device.type != "cuda":
         return None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
-            run.step()
-        torch.cuda.synchronize(run.device)
+            step()
+        torch.cuda.synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -202,27 +209,37 @@ def kernel_split(events: Sequence[dict], steps: int) -> Split:
         raise RuntimeError("the profiler recorded no kernels")
     classes: dict[str, float] = defaultdict(float)
     names: dict[str, float] = defaultdict(float)
-    launches: dict[object, list[tuple[float, float]]] = defaultdict(list)
+    launches: dict[object, list[tuple[float, float, str]]] = defaultdict(list)
     for event in records:
+        name = event["name"][:80]
         classes[kernel_class(event["name"])] += event["dur"] / steps
-        names[event["name"][:80]] += event["dur"] / steps
-        launches[event.get("args", {}).get("correlation")].append((event["ts"], event["ts"] + event["dur"]))
-    gaps = [0.0]
-    for spans in launches.values():
+        names[name] += event["dur"] / steps
+        span = (event["ts"], event["ts"] + event["dur"], name)
         # The kernels of a graph carry the number of its launch.
+        launches[event.get("args", {}).get("correlation")].append(span)
+    gaps = {"": 0.0}
+    total = 0.0
+    for spans in launches.values():
         spans.sort()
-        end = spans[0][1]
-        for begin, stop in spans[1:]:
-            gaps.append(max(0.0, begin - end))
-            end = max(end, stop)
-    top = dict(sorted(names.items(), key=lambda item: -item[1])[:25])
+        _, end, before = spans[0]
+        for begin, stop, name in spans[1:]:
+            gap, pair = max(0.0, begin - end), f"{before} -> {name}"
+            total += gap
+            gaps[pair] = max(gaps.get(pair, 0.0), gap)
+            if stop > end:
+                end, before = stop, name
     return Split(
         dict(classes),
         round(len(records) / steps),
-        sum(gaps) / steps,
-        max(gaps),
-        {name: round(value, 2) for name, value in top.items()},
+        total / steps,
+        max(gaps.values()),
+        _widest(gaps, 6),
+        _widest(names, 25),
     )
+
+
+def _widest(values: dict[str, float], count: int) -> dict[str, float]:
+    return {name: round(value, 2) for name, value in sorted(values.items(), key=lambda item: -item[1])[:count]}
 
 
 def kernel_class(name: str) -> str:

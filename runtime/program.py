@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -102,6 +103,7 @@ class Program:
     """A network with its states and its executor.
 
     graphs: run steps whose rows have at most max_window tokens through captured graphs.
+    wait_s: seconds that calls have waited for the device so far.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class Program:
         }
         self._device, self._error_flag, self._max_window = device, error_flag, settings.max_window
         self.executor = make_executor(network, self.states)
+        self.wait_s = 0.0
         graphs = graphs and (device.type != "cuda" or _has_kernels(self.states.values()))
         self.graphs = None
         if graphs:
@@ -160,12 +163,15 @@ class Program:
 
     def check(self) -> None:
         """InferenceError if an operator refused a row since the last check. Waits for the device."""
+        begin = time.perf_counter()
         try:
             raise_on_error(self._error_flag)
         except RuntimeError as error:
             raise InferenceError(
                 f"{error}; start again with a new session, and if it returns, rebuild the engine or report it"
             ) from error
+        finally:
+            self.wait_s += time.perf_counter() - begin
 
     def _captured(
         self,
@@ -182,7 +188,9 @@ class Program:
         if hidden_states is not None:
             graph.load_hidden_states(hidden_states, lengths)
         graph.launch()
+        begin = time.perf_counter()
         every, flag = graph.wait()
+        self.wait_s += time.perf_counter() - begin
         if flag:
             self.check()
         indices, spans = _spans([row * graph.window for row in range(len(rows))], lengths, wanted)

@@ -154,6 +154,11 @@ class Session:
         """Bytes of all slots' state."""
         return sum(state.nbytes for state in self.states.values())
 
+    @property
+    def wait_s(self) -> float:
+        """Seconds that steps of the network have waited for the device so far; the rest of a step is the host's."""
+        return self._programs["main"].wait_s
+
     # Steps
 
     def step(self, rows: Sequence[Row]) -> StepResult:

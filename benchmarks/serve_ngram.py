@@ -1,0 +1,268 @@
+"""Serving with prompt-lookup drafts: replay state against `--buffer-len 0`, through the server's own scheduler.
+
+    python benchmarks/serve_ngram.py --model nano4b --batch-size 256
+
+What runs is `replayssm bench throughput` below its command line: continuous batching with prompt chunks beside decoding
+rows, drafts from the text so far, captured steps that choose their tokens, snapshots that are copied back where the
+state cannot roll back by itself. --batch-size requests are in flight at any time; each that ends makes room for a new
+one. Figures are of the time between the first moment at which all slots decode and the last admission.
+
+Random weights write text that never repeats, and prompt lookup has nothing to propose. So a published name gets an
+embedding and an output head with which the model walks through cycles of --period tokens, a different one for every
+request, as far as its layers let it: the embedding is --copy-strength strong beside what the layers add, and a weak one
+loses its way more often. Nothing is forced: drafts are what prompt lookup finds in such a text, and they stand where
+the model's own greedy choice is the same token. --copy-strength 0 leaves the weights random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from e2e_model import Model, load_model
+from e2e_results import E2eResults, add_common_options, device_of, model_fields
+from e2e_run import Split, free_memory, percentile, profiled_split
+from e2e_spec_decode_throughput import VARIANTS, settings_of
+
+from replayssm.runtime.cuda_graphs import window_classes
+from replayssm.runtime.requests import Request
+from replayssm.runtime.sampling import SamplingParams
+from replayssm.runtime.scheduler import Scheduler
+from replayssm.runtime.session import PREFILL_CHUNK, Session
+from replayssm.runtime.speculation import NgramDrafter
+
+BENCHMARK = "serve_ngram"
+NAMES = {"plain": "plain", "replay": "replay", "snapshots": "snapshots-ngram", "replay-speculation": "replay-ngram"}
+HEAD_LOGIT = 10.0
+"""Of a token whose row of the head points exactly along the hidden state; other logits are near 0."""
+
+
+class RepeatingWeights(Mapping):
+    """Weights of a random model, but for an output head that continues cycles of tokens.
+
+    order: all tokens; `period` neighbours of it are a cycle, and a shorter rest keeps its own. Row order[i + 1] of the
+    head is the direction of row order[i] of the embedding, whose elements have the standard deviation `strength`.
+    """
+
+    def __init__(self, model: Model, order: torch.Tensor, period: int, strength: float, device: torch.device) -> None:
+        network = model.networks["main"]
+        head = next(node for node in network.nodes if network.outputs["logits"] in node.outputs)
+        embedding = next(node for node in network.nodes if node.op == "embedding")
+        self._weights, self._head, self._embedding = model.weights, head.inputs[1], embedding.inputs[1]
+        if self._head == self._embedding:
+            raise ValueError(
+                f"{model.name} shares embedding and head, which leaves no head to choose: --copy-strength 0"
+            )
+        self._order, self._period, self._strength, self._device = order, period, strength, device
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in (self._head, self._embedding):
+            return self._weights[name]
+        rows = self._weights[self._embedding]
+        if name == self._embedding:
+            return rows * (self._strength / rows[:1024].float().std())
+        scale = HEAD_LOGIT / math.sqrt(rows.shape[1]) / rows[:1024].float().norm(dim=1).mean()
+        head = torch.empty_like(rows)
+        head[successors(self._order, self._period).to(rows.device)] = rows * scale
+        return head
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def successors(order: torch.Tensor, period: int) -> torch.Tensor:
+    """int64 [V]: the token behind each token in its cycle."""
+    behind = torch.empty_like(order)
+    for start in range(0, len(order), period):
+        cycle = order[start : start + period]
+        behind[cycle] = cycle.roll(-1)
+    return behind
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_options(parser, batch_sizes=[256], steps=128, warmup=0)
+    parser.add_argument("--draft-len", type=int, default=4, help="drafts of a verify step; default 4")
+    parser.add_argument("--prompt-len", type=int, default=128, help="tokens of every prompt")
+    parser.add_argument("--output-len", type=int, default=192, help="mean tokens of an answer, half to one and a half")
+    parser.add_argument("--period", type=int, default=24, help="tokens of a cycle")
+    parser.add_argument("--copy-strength", type=float, default=8.0, help="see above; 0: random")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    options = parser.parse_args(arguments)
+    if not 1 <= options.draft_len < options.buffer_len:
+        parser.error(f"--draft-len must lie between 1 and --buffer-len - 1, got {options.draft_len}")
+    return options
+
+
+@dataclasses.dataclass
+class Step:
+    """One step of the scheduler, in seconds. wait_s: of it, blocked on the device."""
+
+    wall_s: float
+    wait_s: float
+    tokens: int
+    prompt_tokens: int
+
+
+@dataclasses.dataclass
+class Measured:
+    """What the turns of one variant gave; counts are of the measured steps."""
+
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    calls: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    split: Split | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(step.tokens for step in self.steps) / sum(step.wall_s for step in self.steps)
+
+    def median_ms(self, field: str, mixed: bool) -> float | None:
+        values = [getattr(step, field) for step in self.steps if (step.prompt_tokens > 0) == mixed]
+        return round(1e3 * percentile(values, 0.5), 3) if values else None
+
+
+def requests_of(session: Session, order: list[int], options: argparse.Namespace, seed: int) -> Iterator[Request]:
+    """Endless: prompts that repeat a cycle, answers of uniformly distributed lengths."""
+    choose, number = random.Random(seed), 0
+    while True:
+        start = choose.randrange(len(order) // options.period) * options.period
+        cycle = order[start : start + options.period]
+        first = choose.randrange(options.period)
+        prompt = [cycle[(first + i) % options.period] for i in range(options.prompt_len)]
+        length = choose.randint(options.output_len // 2, options.output_len * 3 // 2)
+        number += 1
+        params = SamplingParams(temperature=options.temperature, seed=number)
+        yield Request.create(session, prompt, length, params, end_tokens=())
+
+
+def one_step(scheduler: Scheduler) -> Step:
+    session, stats = scheduler.session, scheduler.stats
+    wait, tokens, prompts, begin = session.wait_s, stats.generated_tokens, stats.prompt_tokens, time.perf_counter()
+    scheduler.step()
+    return Step(
+        time.perf_counter() - begin,
+        session.wait_s - wait,
+        stats.generated_tokens - tokens,
+        stats.prompt_tokens - prompts,
+    )
+
+
+def run_turn(variant: str, model: Model, order: list[int], batch: int, options: argparse.Namespace, known: Measured):
+    """A session of the variant, filled, stepped --num-steps times and freed; the first turn also splits the time."""
+    settings = settings_of(variant, options, options.prompt_len + options.output_len * 3 // 2 + 1)
+    session = Session(model.engine(settings, batch), batch, device_of(options), graphs=True)
+    for window in window_classes(settings.max_window):
+        session.step_graph(batch, window)
+    scheduler = Scheduler(session, NgramDrafter() if settings.max_window > 1 else None)
+    requests = requests_of(session, order, options, options.seed)
+    running = deque(scheduler.submit(next(requests)) for _ in range(batch))
+
+    def renew() -> None:
+        for _ in range(batch - len(scheduler.running) - len(scheduler.waiting)):
+            scheduler.submit(next(requests))
+
+    del running
+    while scheduler.waiting or any(request.plan for request in scheduler.running):
+        scheduler.step()
+        renew()
+    before = dataclasses.replace(scheduler.stats)
+    steps = max(1, options.num_steps // options.repeats)
+    for _ in range(steps):
+        known.steps.append(one_step(scheduler))
+        renew()
+    known.calls += scheduler.stats.decode_calls - before.decode_calls
+    known.drafted += scheduler.stats.drafted_tokens - before.drafted_tokens
+    known.accepted += scheduler.stats.accepted_tokens - before.accepted_tokens
+    if known.split is None and not options.no_profile:
+        while scheduler.waiting or any(request.plan for request in scheduler.running):
+            scheduler.step()
+        known.split = profiled_split(scheduler.step, 6, session.device)
+    scheduler.close()
+    del scheduler, session, requests
+    free_memory(device_of(options))
+
+
+def measure(model: Model, order: list[int], batch: int, options: argparse.Namespace, results: E2eResults) -> None:
+    measured = {variant: Measured() for variant in options.variants}
+    turns = list(options.variants)
+    for _ in range(options.repeats):
+        for variant in turns:
+            run_turn(variant, model, order, batch, options, measured[variant])
+        turns.reverse()
+    rates = {variant: one.tokens_per_s for variant, one in measured.items()}
+    for variant, one in measured.items():
+        settings = settings_of(variant, options, options.prompt_len + options.output_len * 3 // 2 + 1)
+        speculates = settings.max_window > 1
+        results.add(
+            op="serve",
+            **model_fields(model, settings, batch, options),
+            fill="continuous",
+            variant=NAMES[variant],
+            value=round(rates[variant], 1),
+            unit="tokens/s",
+            tokens_per_s=round(rates[variant], 1),
+            speedup=round(rates[variant] / rates.get("plain", rates[variant]), 4),
+            speedup_over_snapshots=round(rates[variant] / rates["snapshots"], 4) if "snapshots" in rates else None,
+            drafts="ngram" if speculates else None,
+            draft_len=options.draft_len if speculates else 0,
+            acceptance_length=round(1 + one.accepted / one.calls, 4),
+            acceptance_forced=None,
+            drafts_per_call=round(one.drafted / one.calls, 4),
+            copy_strength=options.copy_strength,
+            period=options.period,
+            prompt_len=options.prompt_len,
+            output_len=options.output_len,
+            prefill_chunk=PREFILL_CHUNK,
+            temperature=options.temperature,
+            steps=len(one.steps),
+            mixed_steps=sum(step.prompt_tokens > 0 for step in one.steps),
+            **{
+                f"{kind}_{field}_ms": one.median_ms(f"{field}_s", kind == "mixed")
+                for kind in ("captured", "mixed")
+                for field in ("wall", "wait")
+            },
+            **gap_fields(one.split),
+            correct=True,
+        )
+
+
+def gap_fields(split: Split | None) -> dict:
+    if split is None:
+        return {}
+    return {
+        "split_us": {name: round(value, 1) for name, value in split.classes.items()},
+        "gap_us": round(split.gap_us, 1),
+        "largest_gap_us": round(split.largest_gap_us, 2),
+        "wide_gaps_us": split.wide_gaps,
+    }
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    options = parse(arguments)
+    device = device_of(options)
+    model = load_model(options.model, device, random_weights=options.random_weights, layers=options.layers)
+    order = torch.randperm(model.vocab_size, generator=torch.Generator().manual_seed(options.seed))
+    if model.random and options.copy_strength:
+        weights = RepeatingWeights(model, order, options.period, options.copy_strength, device)
+        model = dataclasses.replace(model, weights=weights)
+    results = E2eResults(BENCHMARK, options)
+    for batch in options.batch_size:
+        measure(model, order.tolist(), batch, options, results)
+    return results.path
+
+
+if __name__ == "__main__":
+    main()
