@@ -21,7 +21,6 @@ import dataclasses
 import math
 import random
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -160,6 +159,16 @@ def one_step(scheduler: Scheduler) -> Step:
     )
 
 
+def fill(scheduler: Scheduler, requests: Iterator[Request]) -> None:
+    """As many requests as there are slots."""
+    for _ in range(scheduler.session.slots - len(scheduler.running) - len(scheduler.waiting)):
+        scheduler.submit(next(requests))
+
+
+def is_filling(scheduler: Scheduler) -> bool:
+    return bool(scheduler.waiting) or any(request.plan for request in scheduler.running)
+
+
 def run_turn(variant: str, model: Model, order: list[int], batch: int, options: argparse.Namespace, known: Measured):
     """A session of the variant, filled, stepped --num-steps times and freed; the first turn also splits the time."""
     settings = settings_of(variant, options, options.prompt_len + options.output_len * 3 // 2 + 1)
@@ -168,30 +177,24 @@ def run_turn(variant: str, model: Model, order: list[int], batch: int, options: 
         session.step_graph(batch, window)
     scheduler = Scheduler(session, NgramDrafter() if settings.max_window > 1 else None)
     requests = requests_of(session, order, options, options.seed)
-    running = deque(scheduler.submit(next(requests)) for _ in range(batch))
-
-    def renew() -> None:
-        for _ in range(batch - len(scheduler.running) - len(scheduler.waiting)):
-            scheduler.submit(next(requests))
-
-    del running
-    while scheduler.waiting or any(request.plan for request in scheduler.running):
+    fill(scheduler, requests)
+    while is_filling(scheduler):
         scheduler.step()
-        renew()
+        fill(scheduler, requests)
     before = dataclasses.replace(scheduler.stats)
     steps = max(1, options.num_steps // options.repeats)
     for _ in range(steps):
         known.steps.append(one_step(scheduler))
-        renew()
+        fill(scheduler, requests)
     known.calls += scheduler.stats.decode_calls - before.decode_calls
     known.drafted += scheduler.stats.drafted_tokens - before.drafted_tokens
     known.accepted += scheduler.stats.accepted_tokens - before.accepted_tokens
     if known.split is None and not options.no_profile:
-        while scheduler.waiting or any(request.plan for request in scheduler.running):
+        while is_filling(scheduler):
             scheduler.step()
         known.split = profiled_split(scheduler.step, 6, session.device)
     scheduler.close()
-    del scheduler, session, requests
+    del scheduler, session
     free_memory(device_of(options))
 
 
