@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 
@@ -151,19 +151,41 @@ def commit(state: LayerState, slots: torch.Tensor | Sequence[int], accepted: tor
     of one token have updated the checkpoint already and must not be committed. Does nothing for a state without
     snapshots: replay state, convolution and attention roll back by seq_len alone.
     """
-    snapshots = state.tensors.get("snapshots")
-    if snapshots is None:
+    commit_all([state], slots, accepted)
+
+
+def commit_all(
+    states: Iterable[LayerState], slots: torch.Tensor | Sequence[int], accepted: torch.Tensor | Sequence[int]
+) -> None:
+    """`commit` for all layers of a pool. Waits for the device only where `slots` or `accepted` are on it."""
+    states = [state for state in states if "snapshots" in state.tensors]
+    if not states:
         return
-    index = _slot_index(state, slots)
-    count = torch.as_tensor(accepted, dtype=torch.int64, device=index.device)
-    if count.shape != index.shape or (
-        count.numel() and not (int(count.min()) >= 0 and int(count.max()) <= snapshots.shape[1])
-    ):
-        raise ValueError(
-            f"accepted must hold {index.numel()} counts in [0, {snapshots.shape[1]}], got {count.tolist()}"
-        )
-    kept = count > 0
-    index, count = index[kept], count[kept]
-    for part in ("checkpoint", "checkpoint_scale"):
-        if part in state.tensors:
-            state[part][index] = state[part.replace("checkpoint", "snapshots")][index, count - 1]
+    slots, accepted = torch.as_tensor(slots).tolist(), torch.as_tensor(accepted).tolist()
+    _check_commit(states[0], slots, accepted)
+    width = states[0]["snapshots"].shape[1]
+    kept = sorted((slot, slot * width + count - 1) for slot, count in zip(slots, accepted, strict=True) if count)
+    if not kept:
+        return
+    # Neighbouring slots are one copy, straight from the snapshots to the checkpoints.
+    starts = [i for i, (slot, _) in enumerate(kept) if i == 0 or kept[i - 1][0] != slot - 1]
+    sources = torch.tensor([source for _, source in kept], dtype=torch.int64)
+    device = states[0]["snapshots"].device
+    if device.type == "cuda":
+        sources = sources.pin_memory().to(device, non_blocking=True)
+    for state in states:
+        for part in ("checkpoint", "checkpoint_scale"):
+            if part not in state.tensors:
+                continue
+            snapshots = state[part.replace("checkpoint", "snapshots")].flatten(0, 1)
+            for start, end in zip(starts, [*starts[1:], len(kept)], strict=True):
+                target = state[part][kept[start][0] : kept[end - 1][0] + 1]
+                torch.index_select(snapshots, 0, sources[start:end], out=target)
+
+
+def _check_commit(state: LayerState, slots: list[int], accepted: list[int]) -> None:
+    if slots and not 0 <= min(slots) <= max(slots) < state.slots:
+        raise ValueError(f"slots must lie in [0, {state.slots}), got {slots}")
+    width = state["snapshots"].shape[1]
+    if len(accepted) != len(slots) or (accepted and not 0 <= min(accepted) <= max(accepted) <= width):
+        raise ValueError(f"accepted must hold {len(slots)} counts in [0, {width}], got {accepted}")

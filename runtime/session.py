@@ -15,7 +15,7 @@ import torch
 from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.manifest import EngineDirectoryError
 from replayssm.plugins.slot_blob import load_slot, save_slot, stagger_tail
-from replayssm.plugins.state import LayerState, commit, copy_slot
+from replayssm.plugins.state import LayerState, commit_all, copy_slot
 from replayssm.runtime.cuda_graphs import StepGraph
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.errors import NOT_FINITE, InferenceError
@@ -193,8 +193,7 @@ class Session:
                 raise ValueError(f"slot {slot}: expected {least} to {window} accepted tokens, got {count}")
         if self.settings.snapshots:
             restored = [slot for slot in accepted if self._windows[slot] > 1]
-            for state in self.states.values():
-                commit(state, restored, [accepted[slot] for slot in restored])
+            commit_all(self.states.values(), restored, [accepted[slot] for slot in restored])
         for slot, count in accepted.items():
             self._seq_lens[slot] += count
             self._windows[slot] = 0
