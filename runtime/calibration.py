@@ -10,7 +10,7 @@ from replayssm.runtime.draft_length import DraftCosts
 from replayssm.runtime.requests import Request
 from replayssm.runtime.scheduler import Scheduler, SchedulerOptions
 from replayssm.runtime.session import Session
-from replayssm.runtime.speculation import Committed, Draft, Drafter, DraftRequest
+from replayssm.runtime.speculation import Committed, Draft, Drafter, DraftRequest, observes
 
 REPEATS = 5
 BATCH_RATIO = 4
@@ -20,7 +20,7 @@ class _FullLength:
     """A drafter whose drafts always have the length that was asked for, so that each number of drafts is timed."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+        self._drafter, self.observes = drafter, observes(drafter)
 
     def observe(self, committed: Sequence[Committed]) -> None:
         self._drafter.observe(committed)

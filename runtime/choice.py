@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ from replayssm.runtime.session import Row, StepResult
 from replayssm.runtime.speculation import accept_matching, accept_rejection
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """New tokens of a row, none while its prompt has chunks left. error: why the row cannot go on."""
 
     tokens: Sequence[int] = ()
@@ -23,21 +22,18 @@ class Choice:
     error: str | None = None
 
 
+_NOTHING = Choice()
+
+
 def choose(requests: Sequence[Request], rows: Sequence[Row], result: StepResult) -> list[Choice]:
     """What each request's row yields. Logits that are not finite end their own row and no other."""
-    owners = [
-        (request, request.fed + len(row.tokens) - (span.stop - span.start) + 1 + offset)
-        for request, row, span in zip(requests, rows, result.logits_spans, strict=True)
-        for offset in range(span.stop - span.start)
-    ]
-    if not owners:
-        return [Choice()] * len(rows)
-    targets, usable = result.chosen or _chosen(owners, result.logits)
+    targets, usable = result.chosen or _chosen(requests, rows, result)
+    all_usable = all(usable)
     choices = []
     for request, row, span in zip(requests, rows, result.logits_spans, strict=True):
         if span.start == span.stop:
-            choices.append(Choice())
-        elif not all(usable[span]):
+            choices.append(_NOTHING)
+        elif not (all_usable or all(usable[span])):
             choices.append(Choice(error=NOT_FINITE))
         elif request.processor is not None:
             choices.append(_processed_choice(request, row, result, span))
@@ -47,8 +43,16 @@ def choose(requests: Sequence[Request], rows: Sequence[Row], result: StepResult)
     return choices
 
 
-def _chosen(owners: Sequence[tuple[Request, int]], logits: torch.Tensor) -> tuple[list[int], list[bool]]:
-    """(token, whether its logits are finite) of each of the R (request, position) pairs."""
+def _chosen(requests: Sequence[Request], rows: Sequence[Row], result: StepResult) -> tuple[list[int], list[bool]]:
+    """(token, whether its logits are finite) behind each of the step's R wanted tokens."""
+    owners = [
+        (request, request.fed + len(row.tokens) - (span.stop - span.start) + 1 + offset)
+        for request, row, span in zip(requests, rows, result.logits_spans, strict=True)
+        for offset in range(span.stop - span.start)
+    ]
+    if not owners:
+        return [], []
+    logits = result.logits
     finite = logits.amax(dim=1).isfinite()
     if not bool(finite.all()):
         logits = logits.masked_fill(~finite[:, None], 0.0)

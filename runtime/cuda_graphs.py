@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
+import numpy
 import torch
 
 from replayssm.plugins.contract import PAD_SLOT_ID
@@ -86,8 +88,13 @@ class _Buffers:
         for name, dtype, count in layout:
             end = offset + count * dtype.itemsize
             self.device[name] = self._device[offset:end].view(dtype)
-            self.host[name] = self._host[offset:end].view(dtype)
+            self.host[name] = self._host[offset:end].view(dtype).numpy()
             offset = -(-end // 16) * 16
+
+    def clear(self) -> None:
+        """Only padding rows, on the host."""
+        self._host.zero_()
+        self.host["state_batch_indices"].fill(PAD_SLOT_ID)
 
     def upload(self) -> None:
         self._device.copy_(self._host, non_blocking=True)
@@ -124,7 +131,7 @@ class StepGraph:
             layout += [(name, dtype, rows) for name, dtype in SamplingBatch.COLUMNS.items()]
         self._buffers = _Buffers(layout, device)
         self.device_inputs = self._buffers.device
-        self._clear()
+        self._buffers.clear()
         self._buffers.upload()
         self._starts = torch.arange(0, rows * window, window, dtype=torch.int32, device=device)
         self._offsets = torch.arange(window, dtype=torch.int32, device=device)
@@ -146,20 +153,18 @@ class StepGraph:
     ) -> None:
         """Set the inputs of the next launch: at most `rows` windows of at most `window` tokens."""
         count = len(windows)
-        self._clear()
+        self._buffers.clear()
         host = self._buffers.host
-        tokens = host["token_ids"].view(self.rows, self.window)
-        if self.window == 1:
-            tokens[:count, 0] = torch.tensor([tokens[0] for tokens in windows])
-        else:
-            for row, values in enumerate(windows):
-                tokens[row, : len(values)] = torch.tensor(values)
-        host["seq_lens"][:count] = torch.tensor(seq_lens, dtype=torch.int32)
-        host["window_lens"][:count] = torch.tensor([len(values) for values in windows], dtype=torch.int32)
-        host["state_batch_indices"][:count] = torch.tensor(slots, dtype=torch.int32)
+        lengths = numpy.fromiter(map(len, windows), numpy.int32, count)
+        filled = numpy.arange(self.window) < lengths[:, None]
+        tokens = numpy.fromiter(chain.from_iterable(windows), numpy.int64, int(lengths.sum()))
+        host["token_ids"].reshape(self.rows, self.window)[:count][filled] = tokens
+        host["seq_lens"][:count] = seq_lens
+        host["window_lens"][:count] = lengths
+        host["state_batch_indices"][:count] = slots
         if self.sampled:
             for name, values in SamplingBatch.columns(params or []).items():
-                host[name][:count] = values
+                host[name][:count] = values.numpy()
         self._buffers.upload()
 
     def load_hidden_states(self, hidden_states: Tensor, lengths: Sequence[int]) -> None:
@@ -179,21 +184,20 @@ class StepGraph:
             self._events[slot].record()
         self._launched += 1
 
-    def wait(self, behind: int = 0) -> tuple[Chosen, int]:
-        """(what the last launch chose per token, the device's error flag); behind 1: what the launch before it did."""
+    def wait(self, behind: int = 0, places: numpy.ndarray | None = None) -> tuple[Chosen, int]:
+        """(what the last launch chose per token, the device's error flag); behind 1: what the launch before it did.
+
+        places: indices of the tokens that are wanted; None takes all.
+        """
         slot = (self._launched - 1 - behind) % 2
         if self._events[slot] is not None:
             self._events[slot].synchronize()
-        values = self._answers[slot].tolist()
+        values = self._answers[slot].numpy()
         count = self.rows * self.window
-        return Chosen(values[:count], [bool(value) for value in values[count : 2 * count]]), values[-1]
-
-    def _clear(self) -> None:
-        """Only padding rows."""
-        host = self._buffers.host
-        for values in host.values():
-            values.zero_()
-        host["state_batch_indices"].fill_(PAD_SLOT_ID)
+        tokens, finite = values[:count], values[count : 2 * count] != 0
+        if places is not None:
+            tokens, finite = tokens[places], finite[places]
+        return Chosen(tokens.tolist(), finite.tolist()), int(values[-1])
 
     def _body(self) -> None:
         given = self.device_inputs

@@ -32,6 +32,8 @@ class EngineDrafter:
     as many slots as the target session has, and nothing but a request's tokens, so sequences may move between slots.
     """
 
+    observes = False
+
     def __init__(self, engine: Engine, target: Session, device: torch.device | str = "cpu") -> None:
         if engine.vocab_size != target.engine.vocab_size:
             raise ValueError(

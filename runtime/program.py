@@ -6,7 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
 
+import numpy
 import torch
 
 from replayssm.plugins.launch import prefill_rows
@@ -22,8 +25,7 @@ MakeExecutor = Callable[[Network, Mapping[str, LayerState]], Callable[[Mapping[s
 """Makes what runs a network over its states: inputs by name in, outputs by public name out."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """The next tokens of one slot, and whose logits are wanted: of the "last" token, of "all", or "none".
 
     params: how a captured step chooses the tokens behind them; None takes the likeliest.
@@ -78,7 +80,7 @@ class _GraphStepResult(StepResult):
     def __init__(
         self,
         outputs: tuple[torch.Tensor, torch.Tensor],
-        indices: list[int],
+        indices: numpy.ndarray,
         spans: tuple[tuple[slice, ...], tuple[slice, ...]],
         chosen: Chosen,
     ) -> None:
@@ -89,9 +91,10 @@ class _GraphStepResult(StepResult):
     @cached_property
     def logits(self) -> torch.Tensor:
         logits = self._outputs[0]
-        if self._indices == list(range(logits.shape[0])):
+        # Indices rise, so as many as there are tokens are all of them.
+        if len(self._indices) == logits.shape[0]:
             return logits
-        return logits.index_select(0, torch.tensor(self._indices, dtype=torch.int64, device=logits.device))
+        return logits.index_select(0, torch.from_numpy(self._indices).to(logits.device))
 
     @cached_property
     def hidden_states(self) -> torch.Tensor:
@@ -141,7 +144,7 @@ class Program:
         if self.graphs is not None and all(len(row.tokens) <= self._max_window for row in rows):
             return self._captured(rows, seq_lens, wanted, hidden_states)
         lengths = [len(row.tokens) for row in rows]
-        starts = _running_sums(lengths)
+        starts = [0, *accumulate(lengths[:-1])]
         indices, spans = _spans(starts, lengths, wanted)
         inputs = {
             "token_ids": self._tensor([token for row in rows for token in row.tokens], torch.int64),
@@ -152,7 +155,7 @@ class Program:
             "window_starts": self._tensor(starts),
             "window_lens": self._tensor(lengths),
             "state_batch_indices": self._tensor([row.slot for row in rows]),
-            "logits_indices": self._tensor(indices, torch.int64),
+            "logits_indices": torch.from_numpy(indices).to(self._device),
         }
         if hidden_states is not None:
             inputs["hidden_states"] = hidden_states
@@ -188,13 +191,13 @@ class Program:
         if hidden_states is not None:
             graph.load_hidden_states(hidden_states, lengths)
         graph.launch()
+        # What needs no answer is done while the device runs.
+        indices, spans = _spans(range(0, len(rows) * graph.window, graph.window), lengths, wanted)
         begin = time.perf_counter()
-        every, flag = graph.wait()
+        chosen, flag = graph.wait(places=indices)
         self.wait_s += time.perf_counter() - begin
         if flag:
             self.check()
-        indices, spans = _spans([row * graph.window for row in range(len(rows))], lengths, wanted)
-        chosen = Chosen([every.tokens[i] for i in indices], [every.finite[i] for i in indices])
         return _GraphStepResult((graph.logits, graph.hidden_states), indices, spans, chosen)
 
     def _tensor(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -227,23 +230,17 @@ def executor_maker(engine: Engine, device: torch.device) -> MakeExecutor:
     )
 
 
-def _running_sums(lengths: Sequence[int]) -> list[int]:
-    starts = [0]
-    for length in lengths[:-1]:
-        starts.append(starts[-1] + length)
-    return starts
-
-
 def _spans(
     starts: Sequence[int], lengths: Sequence[int], wanted: Sequence[str]
-) -> tuple[list[int], tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """(tokens whose logits are wanted, (each row's span among them, each row's span among all tokens))."""
-    indices: list[int] = []
-    logits_spans, token_spans = [], []
-    for start, length, want in zip(starts, lengths, wanted, strict=True):
-        end = start + length
-        first = {"all": start, "last": end - 1, "none": end}[want]
-        logits_spans.append(slice(len(indices), len(indices) + end - first))
-        token_spans.append(slice(start, end))
-        indices.extend(range(first, end))
-    return indices, (tuple(logits_spans), tuple(token_spans))
+) -> tuple[numpy.ndarray, tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """(tokens whose logits are wanted, int64, (each row's span among them, each row's span among all tokens))."""
+    ends = numpy.add(starts, lengths, dtype=numpy.int64)
+    counts = numpy.array(
+        [length if want == "all" else want == "last" for length, want in zip(lengths, wanted, strict=True)],
+        dtype=numpy.int64,
+    )
+    behind = counts.cumsum()
+    # Row b's tokens end at ends[b], and at behind[b] among those that are wanted.
+    indices = numpy.repeat(ends - behind, counts) + numpy.arange(counts.sum())
+    spans = tuple(map(slice, (behind - counts).tolist(), behind.tolist()))
+    return indices, (spans, tuple(map(slice, starts, ends.tolist())))

@@ -159,9 +159,10 @@ class Request:
 
     def take(self, new: Sequence[int], logprobs: Sequence[TokenLogprob], now: float) -> None:
         """Append a window's tokens up to the first that ends the sequence, and report them."""
-        ended = next((i for i, token in enumerate(new) if token in self.end_tokens), None)
-        kept = list(new) if ended is None else list(new[: ended + 1])
-        completed = False
+        kept, completed = list(new), False
+        has_ended = not self.end_tokens.isdisjoint(kept)
+        if has_ended:
+            kept = kept[: 1 + next(i for i, token in enumerate(kept) if token in self.end_tokens)]
         if self.processor is not None:
             kept = kept[: self.processor.accept(kept)]
             completed = self.processor.finished
@@ -173,19 +174,18 @@ class Request:
         self.tokens += kept
         self.first = self.first or now
         self.last = now
-        if ended is not None or completed or (self.stream is not None and self.stream.stopped):
+        if has_ended or completed or (self.stream is not None and self.stream.stopped):
             self.finish_reason = "stop"
         elif self.remaining <= 0:
             self.finish_reason = "length"
         if self.finish_reason and self.stream is not None:
             text += self.stream.finish()
-        self._report(Update(tuple(kept), text, tuple(logprobs[: len(kept)]), self.finish_reason))
+        if self.on_update is not None:
+            self.on_update(self, Update(tuple(kept), text, tuple(logprobs[: len(kept)]), self.finish_reason))
 
     def end(self, reason: str, error: str | None = None) -> None:
         """End the request without more tokens; text that was held back becomes final."""
         self.finish_reason, self.error = reason, error
-        self._report(Update((), None if self.stream is None else self.stream.finish(), (), reason))
-
-    def _report(self, update: Update) -> None:
+        text = None if self.stream is None else self.stream.finish()
         if self.on_update is not None:
-            self.on_update(self, update)
+            self.on_update(self, Update((), text, (), reason))

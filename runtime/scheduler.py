@@ -21,7 +21,7 @@ from replayssm.runtime.flush_phase import FlushPhases, next_history
 from replayssm.runtime.prefix_cache import PrefixCache, Snapshot
 from replayssm.runtime.requests import Request, Swapped
 from replayssm.runtime.session import Row, Session, StepResult
-from replayssm.runtime.speculation import Committed, Draft, Drafter, DraftRequest
+from replayssm.runtime.speculation import Committed, Draft, Drafter, DraftRequest, observes
 
 
 class QueueFullError(RuntimeError):
@@ -324,7 +324,7 @@ class Scheduler:
         self, requests: Sequence[Request], rows: Sequence[Row], stands: Sequence[int], result: StepResult
     ) -> None:
         """Tell the drafter what stands, of the requests that go on."""
-        if self._drafter is None:
+        if self._drafter is None or not observes(self._drafter):
             return
         going_on = [index for index, request in enumerate(requests) if request.finish_reason is None]
         self._drafter.observe(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +151,15 @@ def with_draft_costs(session: Session, drafter: Drafter | None, options: Schedul
             *(batch, ", ".join(f"{value:.2f}" for value in costs.relative(batch)), chance),
         )
     return replace(options, draft_costs=costs)
+
+
+def settle_heap() -> None:
+    """Let the garbage collector skip everything that is alive now: weights, modules and graphs outlive all requests.
+
+    For a process that has loaded all it serves. Walking it again and again took a third of the host's time of a step.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def make_loop(

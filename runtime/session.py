@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 
@@ -356,15 +357,21 @@ class Session:
         slots = [row.slot for row in rows]
         if len(set(slots)) != len(slots):
             raise ValueError(f"a step has at most one row per slot, got slots {slots}")
+        baseline = self.settings.is_baseline
         for row in rows:
             self._check_slot(row.slot)
             if row.logits not in LOGITS:
                 raise ValueError(f"logits must be one of {', '.join(LOGITS)}, got {row.logits!r}")
-            if self._is_final(self._windows[row.slot]):
+            if baseline and self._is_final(self._windows[row.slot]):
                 raise ValueError(f"slot {row.slot}: the baseline cannot run a window again, call advance first")
-            self._check_tokens(row.slot, row.tokens)
+            self._check_length(row.slot, row.tokens)
+        check_token_ids(chain.from_iterable(row.tokens for row in rows), self.engine.vocab_size)
 
     def _check_tokens(self, slot: int, tokens: Sequence[int]) -> None:
+        self._check_length(slot, tokens)
+        check_token_ids(tokens, self.engine.vocab_size)
+
+    def _check_length(self, slot: int, tokens: Sequence[int]) -> None:
         if not len(tokens):
             raise ValueError(f"slot {slot}: a window needs at least one token")
         end = self._seq_lens[slot] + len(tokens)
@@ -373,11 +380,11 @@ class Session:
                 f"slot {slot}: {end} tokens are more than the engine's max_seq_len {self.settings.max_seq_len}: "
                 "shorten the text or rebuild the engine with a larger --max-seq-len"
             )
-        check_token_ids(tokens, self.engine.vocab_size)
 
 
 def check_token_ids(tokens: Iterable[int], vocab_size: int) -> None:
     """ValueError for the first token id outside the vocabulary."""
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
+    tokens = tokens if isinstance(tokens, list) else list(tokens)
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        token = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")

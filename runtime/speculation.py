@@ -19,7 +19,7 @@ from replayssm.runtime.sampling import Purpose, SamplingBatch, SamplingParams, d
 from replayssm.runtime.session import DraftRow, Session
 
 
-@dataclass
+@dataclass(slots=True)
 class Draft:
     """Proposed tokens and, where they were drawn at random, the distributions [len(tokens), V] they came from."""
 
@@ -27,7 +27,7 @@ class Draft:
     probs: torch.Tensor | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class DraftRequest:
     """A sequence that wants a draft.
 
@@ -54,7 +54,7 @@ class Committed:
 class Drafter(Protocol):
     """Proposes tokens. A drafter may keep what it learns about a slot until `release`.
 
-    One whose knowledge does not follow from the tokens alone also has `snapshot(slot)` and `restore(slot, snapshot)`,
+    One that learns nothing from what is committed says so by `observes = False`, and is not told. One whose knowledge does not follow from the tokens alone also has `snapshot(slot)` and `restore(slot, snapshot)`,
     for sequences that move to another slot.
     """
 
@@ -66,6 +66,11 @@ class Drafter(Protocol):
 
     def release(self, slot: int) -> None:
         """Forget the slot's sequence."""
+
+
+def observes(drafter: Drafter) -> bool:
+    """Whether the drafter wants to know what is committed."""
+    return getattr(drafter, "observes", True)
 
 
 def propose(logits: torch.Tensor, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> list[int]:
@@ -134,25 +139,29 @@ def accept_rejection(
 
 
 class _NgramIndex:
-    """Where each n-gram of a growing sequence was last followed by something."""
+    """Where each n-gram of a growing sequence was last followed by something.
+
+    An n-gram is one integer, 32 bits a token: a step of many rows spends most of its time here, and tuples cost twice
+    as much. Tokens count from 1 there, so that what lies before the sequence is no token.
+    """
 
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
-        self.sizes = range(max_ngram, min_ngram - 1, -1)
-        self.indexed = 0
-        self.followers: dict[tuple[int, ...], int] = {}
+        self._followers = [((1 << 32 * size) - 1, {}) for size in range(max_ngram, min_ngram - 1, -1)]
+        self._indexed = self._last = 0
 
     def lookup(self, tokens: Sequence[int]) -> int | None:
         """Start of what followed the longest, most recent earlier occurrence of a suffix of `tokens`."""
-        for end in range(max(self.indexed, 1), len(tokens)):
-            for size in self.sizes:
-                if size <= end:
-                    self.followers[tuple(tokens[end - size : end])] = end
-        self.indexed = len(tokens)
-        for size in self.sizes:
-            if size < len(tokens):
-                start = self.followers.get(tuple(tokens[-size:]))
-                if start is not None:
-                    return start
+        last, followers = self._last, self._followers
+        longest = followers[0][0]
+        for end, token in enumerate(tokens[self._indexed :], self._indexed):
+            for mask, starts in followers:
+                starts[last & mask] = end
+            last = (last << 32 | token + 1) & longest
+        self._indexed, self._last = len(tokens), last
+        for mask, starts in followers:
+            start = starts.get(last & mask)
+            if start:
+                return start
         return None
 
 
@@ -162,6 +171,8 @@ class NgramDrafter:
     The longest matching suffix of min_ngram to max_ngram tokens decides, its most recent occurrence first. A copy that
     reaches the end of the sequence goes on with its own proposals, so a repeating pattern is proposed at full length.
     """
+
+    observes = False
 
     def __init__(self, max_ngram: int = 4, min_ngram: int = 1) -> None:
         if not 1 <= min_ngram <= max_ngram:
@@ -177,12 +188,17 @@ class NgramDrafter:
         return [Draft(self._draft(request)) for request in requests]
 
     def _draft(self, request: DraftRequest) -> list[int]:
-        index = self._indices.setdefault(request.slot, _NgramIndex(self.min_ngram, self.max_ngram))
-        start = index.lookup(request.tokens)
+        index = self._indices.get(request.slot)
+        if index is None:
+            index = self._indices[request.slot] = _NgramIndex(self.min_ngram, self.max_ngram)
+        tokens, count = request.tokens, request.max_tokens
+        start = index.lookup(tokens)
         if start is None:
             return []
-        period = len(request.tokens) - start
-        return [int(request.tokens[start + offset % period]) for offset in range(request.max_tokens)]
+        draft = list(tokens[start : start + count])
+        while len(draft) < count:
+            draft += draft[: count - len(draft)]
+        return draft
 
     def release(self, slot: int) -> None:
         self._indices.pop(slot, None)

@@ -126,6 +126,7 @@ def _run(
     if options["adaptive_drafts"]:
         scheduling = serving.with_draft_costs(session, drafter, scheduling)
     scheduler = Scheduler(session, drafter, scheduling)
+    serving.settle_heap()
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)

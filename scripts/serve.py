@@ -103,6 +103,7 @@ def serve(
         ) from error
     from replayssm.runtime import logs
     from replayssm.runtime.engine import Engine
+    from replayssm.runtime.serving import settle_heap
 
     logs.set_up(log_level, log_format == "json")
     options = options if config is None else apply_config(config, options)
@@ -110,6 +111,7 @@ def serve(
     loaded = Engine.load(engine or _cached_engine(checkpoint, options["max_batch_size"], options["max_seq_len"]))
     loop = _loop(loaded, **options)
     app = create_app(loop, _server_options(loaded, **options))
+    settle_heap()
     uvicorn.run(
         app,
         host=options["host"],
