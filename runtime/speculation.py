@@ -54,8 +54,9 @@ class Committed:
 class Drafter(Protocol):
     """Proposes tokens. A drafter may keep what it learns about a slot until `release`.
 
-    One that learns nothing from what is committed says so by `observes = False`, and is not told. One whose knowledge does not follow from the tokens alone also has `snapshot(slot)` and `restore(slot, snapshot)`,
-    for sequences that move to another slot.
+    One that learns nothing from what is committed says so by `observes = False`, and is not told. One whose knowledge
+    does not follow from the tokens alone also has `snapshot(slot)` and `restore(slot, snapshot)`, for sequences that
+    move to another slot.
     """
 
     def observe(self, committed: Sequence[Committed]) -> None:
