@@ -12,6 +12,8 @@ from typing import ClassVar
 from replayssm.builders.formats import QuantizationFormats
 from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry
 
+DEFAULT_MAX_SEQ_LEN = 4096
+
 NEMOTRON_H = "nemotron_h"
 QWEN3_5 = "qwen3_5"
 FAMILIES = (NEMOTRON_H, QWEN3_5)
@@ -211,6 +213,17 @@ class ModelConfig:
     def lm_head_name(self) -> str:
         """Name of the output projection's weight; the embedding's where they are tied."""
         return self.embedding_name if self.tie_word_embeddings else "lm_head.weight"
+
+    def max_seq_len(self, wanted: int | None) -> int:
+        """`wanted`, or the model's own limit up to 4096. Raises ValueError where the model has fewer positions."""
+        if wanted is None:
+            return min(DEFAULT_MAX_SEQ_LEN, self.max_position_embeddings)
+        if wanted > self.max_position_embeddings:
+            raise ValueError(
+                f"max_seq_len {wanted} is more than the model was made for: "
+                f"{self.max_position_embeddings} positions (max_position_embeddings of {self.source})"
+            )
+        return wanted
 
     @property
     def recurrent_layers(self) -> tuple[LayerConfig, ...]:

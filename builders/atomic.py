@@ -143,7 +143,7 @@ def atomic_directory(
     again at the end, as files may have come meanwhile. On an exception, SIGINT or SIGTERM nothing is left behind.
     """
     target = real_output(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    _make_parent(target)
     prefix = f".{target.name}.replayssm-building-"
     with _sigterm_raises(), _exclusive(target.parent / f".{target.name}.replayssm-lock", target):
         _recover(target, prefix)
@@ -160,6 +160,15 @@ def atomic_directory(
             _publish(work, target)
         finally:
             _recover(target, prefix)
+
+
+def _make_parent(target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write {target}: {error.strerror}; choose another output") from error
 
 
 def real_output(output: Path) -> Path:

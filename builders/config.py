@@ -19,6 +19,7 @@ from replayssm.builders.config_qwen3_5 import read_qwen3_5
 from replayssm.builders.fields import Fields, is_name
 from replayssm.builders.formats import QuantizationFormats, read_formats
 from replayssm.builders.weight_shapes import weight_bytes, weight_shapes
+from replayssm.plugins.manifest import is_engine_directory
 
 __all__ = [
     "PUBLISHED",
@@ -72,6 +73,8 @@ def read_config(source: str | Path | Mapping[str, Any]) -> ModelConfig:
         path = path / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected the config.json of a Hugging Face checkpoint")
+    if is_engine_directory(path.parent):
+        raise ValueError(f"{path.parent} is an engine directory; give the checkpoint that it was built from")
     quant_path, generation_path = path.with_name("hf_quant_config.json"), path.with_name("generation_config.json")
     return _read(
         read_json(path),

@@ -15,6 +15,7 @@ from typing import Any
 from replayssm.builders.atomic import atomic_directory, require_apart, require_only
 from replayssm.builders.checkpoint import Checkpoint
 from replayssm.builders.config import ModelConfig, read_json
+from replayssm.builders.inspection import check_u_source
 from replayssm.builders.models import build_networks
 from replayssm.builders.parameters import WeightRecipe
 from replayssm.builders.targets import tensorrt as tensorrt_target
@@ -37,7 +38,6 @@ TARGETS = {
     "tensorrt": tensorrt_target.write_tensorrt,
     "tensorrt-rtx": tensorrt_target.write_rtx,
 }
-DEFAULT_MAX_SEQ_LEN = 4096
 
 COPIED_FILES = (
     "generation_config.json",
@@ -87,15 +87,7 @@ class BuildOptions:
     u_source: str = "readout"
 
     def limits(self, config: ModelConfig) -> Limits:
-        max_seq_len = self.max_seq_len
-        if max_seq_len is None:
-            max_seq_len = min(DEFAULT_MAX_SEQ_LEN, config.max_position_embeddings)
-        elif max_seq_len > config.max_position_embeddings:
-            raise ValueError(
-                f"max_seq_len {max_seq_len} is more than the model was made for: "
-                f"{config.max_position_embeddings} positions (max_position_embeddings of {config.source})"
-            )
-        return Limits(self.max_batch_size, max_seq_len, self.max_draft_len)
+        return Limits(self.max_batch_size, config.max_seq_len(self.max_seq_len), self.max_draft_len)
 
     def replay(self, config: ModelConfig, limits: Limits) -> ReplaySettings:
         dtype = config.dtype if self.dtype == "auto" else self.dtype
@@ -192,15 +184,10 @@ def _is_own_engine(directory: Path) -> bool:
 
 def _check_states(networks: Iterable[Network], replay: ReplaySettings, target: str) -> None:
     """Settings that the operators or a layer's state refuse must fail here, not at the first token."""
-    networks = list(networks)
-    kinds = {state.geometry.kind for network in networks for state in network.states.values()}
-    if replay.u_source != "readout" and "gdn" not in kinds:
-        raise ValueError(
-            f"u_source {replay.u_source!r} is for Gated DeltaNet layers, and this model has none: leave it at 'readout'"
-        )
-    for network in networks:
-        for state in network.states.values():
-            allocate_state(state.geometry, replay, 1, "meta")
+    states = [state.geometry for network in networks for state in network.states.values()]
+    check_u_source(states, replay)
+    for geometry in states:
+        allocate_state(geometry, replay, 1, "meta")
 
 
 def _check_space(directory: Path, needed: int, place: Path) -> None:

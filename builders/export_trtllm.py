@@ -11,7 +11,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,12 @@ _CACHE_SHARE = 0.9
 @dataclass(frozen=True)
 class ExportOptions:
     """version: TensorRT-LLM's major and minor. state_dtype: of the state pool, None for what the model's config says.
-    memory_bytes: of one GPU, from which the share of the caches is computed."""
+    max_seq_len: None takes the model's own limit, at most 4096. memory_bytes: of one GPU, from which the share of the
+    caches is computed."""
 
     version: str = "1.3"
     max_batch_size: int = 256
-    max_seq_len: int = 4096
+    max_seq_len: int | None = None
     tp_size: int = 1
     buffer_len: int = 16
     state_dtype: str | None = None
@@ -51,7 +52,7 @@ class ExportOptions:
         if self.version not in VERSIONS:
             raise ValueError(f"TensorRT-LLM version must be one of {', '.join(VERSIONS)}, got {self.version!r}")
         for name in ("max_batch_size", "max_seq_len", "tp_size"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
@@ -101,6 +102,7 @@ def export_trtllm(checkpoint_dir: Path, output_dir: Path, options: ExportOptions
     require_apart(Path(checkpoint_dir), Path(output_dir))
     checkpoint = Checkpoint.open(checkpoint_dir)
     _check(checkpoint, options)
+    options = replace(options, max_seq_len=checkpoint.config.max_seq_len(options.max_seq_len))
     state_dtype = options.state_dtype or _declared_state_dtype(checkpoint.directory)
     settings = ReplaySettings(options.buffer_len, 1, options.max_seq_len, state_dtype)
     inspection = inspect_model(checkpoint.config, settings, name=str(checkpoint_dir), memory_bytes=options.memory_bytes)

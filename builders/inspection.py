@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from replayssm.builders.architecture import AttentionConfig, ModelConfig
 from replayssm.builders.config import weight_bytes
 from replayssm.builders.formats import DENSE, FP8, NVFP4, W4A16_NVFP4
 from replayssm.builders.weight_shapes import quantizable_modules
-from replayssm.plugins.contract import Geometry, ReplaySettings
+from replayssm.plugins.contract import GdnGeometry, Geometry, ReplaySettings
 from replayssm.plugins.traffic import SlotBytes, Traffic, slot_bytes, traffic_per_token
 
 WEIGHT_FORMATS = {"bf16": DENSE, "nvfp4": NVFP4, "nvfp4-w4a16": W4A16_NVFP4, "fp8": FP8}
@@ -104,6 +105,7 @@ def inspect_model(
     if acceptance_length is None:
         acceptance_length = 1 + draft_len / 2
     stateful = geometries(config)
+    check_u_source(stateful, settings)
     formats = None
     if weights != "checkpoint":
         formats = dict.fromkeys(quantizable_modules(config), WEIGHT_FORMATS[weights])
@@ -119,6 +121,15 @@ def inspect_model(
         memory_bytes=memory_bytes,
         reserve_bytes=reserve_bytes,
     )
+
+
+def check_u_source(geometries: Iterable[Geometry], settings: ReplaySettings) -> None:
+    """ValueError where no layer has a u whose source could be chosen."""
+    if settings.u_source != "readout" and not any(isinstance(geometry, GdnGeometry) for geometry in geometries):
+        raise ValueError(
+            f"u_source {settings.u_source!r} is for Gated DeltaNet layers, and this model has none: "
+            "leave it at 'readout'"
+        )
 
 
 def _parts(layer) -> list:

@@ -94,7 +94,6 @@ class Server:
         now = time.perf_counter()
 
         def line(request: Request, place: str) -> dict[str, Any]:
-            history = self.session.history_len(request.slot) if place == "slot" else None
             return {
                 "number": request.number,
                 "state": place if place != "slot" else "prompt" if request.plan else "decode",
@@ -104,7 +103,7 @@ class Server:
                 "generated": request.generated_count,
                 "max_tokens": request.max_tokens,
                 "acceptance_length": request.acceptance_length,
-                "ring": history,
+                "ring": request.history if place == "slot" else None,
                 "age_s": now - request.submitted,
             }
 

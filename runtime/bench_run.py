@@ -14,6 +14,7 @@ from replayssm.runtime.errors import InferenceError
 from replayssm.runtime.requests import Request
 from replayssm.runtime.sampling import SamplingParams
 from replayssm.runtime.scheduler import Scheduler
+from replayssm.runtime.session import Session, check_token_ids
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,21 @@ class Record:
         return (self.end - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
+def check_samples(samples: Sequence[Sample], session: Session) -> None:
+    """ValueError for a sample that the engine has no room or no tokens for."""
+    limit = session.settings.max_seq_len
+    for sample in samples:
+        if len(sample.input_ids) + sample.output_tokens > limit:
+            raise ValueError(
+                f"task {sample.task_id} has {len(sample.input_ids)} + {sample.output_tokens} tokens, the engine's "
+                f"max_seq_len is {limit}: rebuild it with a larger --max-seq-len, or shorten the data set"
+            )
+        try:
+            check_token_ids(sample.input_ids, session.engine.vocab_size)
+        except ValueError as error:
+            raise ValueError(f"task {sample.task_id}: {error}: prepare the data set for this engine") from error
+
+
 def run_samples(
     scheduler: Scheduler,
     samples: Sequence[Sample],
@@ -60,13 +76,7 @@ def run_samples(
     Raises ValueError before anything runs for a sample that the engine has no room for, InferenceError if one fails.
     """
     session = scheduler.session
-    limit = session.settings.max_seq_len
-    for sample in samples:
-        if len(sample.input_ids) + sample.output_tokens > limit:
-            raise ValueError(
-                f"task {sample.task_id} has {len(sample.input_ids)} + {sample.output_tokens} tokens, the engine's "
-                f"max_seq_len is {limit}: rebuild it with a larger --max-seq-len, or shorten the data set"
-            )
+    check_samples(samples, session)
     waiting = deque(
         (sample, Request.create(session, sample.input_ids, sample.output_tokens, params, end_tokens=end_tokens))
         for sample in samples

@@ -55,18 +55,23 @@ def detect(template: str | None, family: str) -> tuple[str | None, str | None]:
     return tools, reasoning if THINK in template else None
 
 
+def check_parsers(tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None) -> None:
+    """ValueError for a parser that does not exist, or that transformers lacks; None and "auto" are no parser yet."""
+    for kind, name, known in (
+        ("tool_parser", tool_parser, TOOL_PARSERS),
+        ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
+    ):
+        if name is not None and name != "auto" and name not in known:
+            raise ValueError(f"{kind} must be one of {', '.join(known)}, got {name!r}")
+    if (tool_parser or reasoning_parser) and not hasattr(tokenizer, "get_response_parser"):
+        raise ValueError("--tool-parser and --reasoning-parser need transformers 5.20 or later: upgrade it")
+
+
 class ChatFormat:
-    """The formats of one server. Raises ValueError for a parser that does not exist, or that transformers lacks."""
+    """The formats of one server. Raises ValueError as `check_parsers`."""
 
     def __init__(self, tokenizer: Any, tool_parser: str | None = None, reasoning_parser: str | None = None) -> None:
-        for kind, name, known in (
-            ("tool_parser", tool_parser, TOOL_PARSERS),
-            ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
-        ):
-            if name is not None and name not in known:
-                raise ValueError(f"{kind} must be one of {', '.join(known)}, got {name!r}")
-        if (tool_parser or reasoning_parser) and not hasattr(tokenizer, "get_response_parser"):
-            raise ValueError("--tool-parser and --reasoning-parser need transformers 5.20 or later: upgrade it")
+        check_parsers(tokenizer, tool_parser, reasoning_parser)
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
         self._tokenizer = tokenizer
         self.dropped_tokens = self._dropped_tokens() if tool_parser or reasoning_parser else None

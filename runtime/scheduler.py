@@ -310,8 +310,9 @@ class Scheduler:
             if request.draft_length is not None:
                 request.draft_length.observe(drafted, stands - 1)
         request.fed += stands
-        history = next_history(request.history, len(row.tokens), settings.buffer_len)
-        request.history = 0 if is_prefill else history + stands
+        if settings.buffer_len:
+            history = next_history(request.history, len(row.tokens), settings.buffer_len)
+            request.history = 0 if is_prefill else history + stands
         if choice.error is not None:
             request.end("error", choice.error)
         elif choice.tokens:

@@ -130,12 +130,6 @@ class Session:
         self._check_slot(slot)
         return self._seq_lens[slot]
 
-    def history_len(self, slot: int) -> int:
-        """Tokens of the slot that only the ring holds, of the first layer that keeps a ring; reads the device."""
-        length = self.seq_len(slot)
-        rings = [state for state in self.states.values() if "checkpoint_position" in state.tensors]
-        return length - int(rings[0]["checkpoint_position"][slot].flatten()[0]) if rings and length else 0
-
     @property
     def states(self) -> dict[str, LayerState]:
         """All states by "network/state"."""

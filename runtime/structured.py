@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-WHITESPACE = r"[ \t\n\r]{0,40}"
-"""Between JSON's tokens: enough for indented text, and no room for a model that would write spaces for ever."""
+WHITESPACE = r"( |\n[ \t]{0,16})?"
+"""Between JSON's tokens: a space, or a new line and its indentation. A model that would rather write blanks for ever
+has little room to, and reaches the end of its value before that of its tokens."""
 
 
 class Grammars:

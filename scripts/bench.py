@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from replayssm.scripts.config_file import apply_config
-from replayssm.scripts.files import write_lines
+from replayssm.scripts.files import check_writable, write_lines
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -94,7 +94,7 @@ def _run(
     from replayssm.runtime import serving
     from replayssm.runtime.bench_data import read_dataset
     from replayssm.runtime.bench_report import make_report, request_json, text_report
-    from replayssm.runtime.bench_run import run_samples
+    from replayssm.runtime.bench_run import check_samples, run_samples
     from replayssm.runtime.engine import Engine
     from replayssm.runtime.parallel import rank_engine
     from replayssm.runtime.parallel_session import open_session
@@ -104,23 +104,42 @@ def _run(
     options = options if config is None else {**apply_config(config, options), **(fixed or {})}
     if options["concurrency"] == 0 or options["concurrency"] < -1:
         raise ValueError(f"concurrency must be positive, or -1 for all at once, got {options['concurrency']}")
+<<<<<<< HEAD
     loaded = rank_engine(Engine.load(engine), 0, options["tensor_parallel_size"])
     loaded = serving.with_max_seq_len(loaded, options["max_seq_len"])
+=======
+    loaded = serving.with_max_seq_len(Engine.load(engine), options["max_seq_len"])
+    check_writable(report_json, *(options[name] for name in ("output_json", "request_json", "iteration_log")))
+>>>>>>> bcb624c (Known refusals before memory lines; clear errors for engines in place of checkpoints, unwritable outputs, foreign samples, u_source and max_seq_len; calibrate fits 80 columns; fewer blanks in JSON)
     samples = read_dataset(dataset, _LazyTokenizer(loaded), options["num_requests"])
+    if len(samples) < options["num_requests"]:
+        click.echo(
+            f"note: {dataset} holds {len(samples)} of the {options['num_requests']} requests of --num-requests, "
+            "which run once each",
+            err=True,
+        )
     params = _sampling(options["sampler_options"])
     directory = options["draft_engine"]
     draft_engine = None if directory is None else Engine.load(directory)
     memory = serving.usable_bytes(loaded, options["device"], options["free_gpu_memory_fraction"], draft_engine)
     slots = serving.slots_that_fit(loaded, memory, options["max_batch_size"], draft_engine)
+<<<<<<< HEAD
     for line in serving.describe_memory(loaded, memory, slots, draft_engine):
         click.echo(line, err=True)
     session = open_session(loaded, slots, options["device"], options["prefill_chunk"])
+=======
+    session = Session(loaded, slots, options["device"], options["prefill_chunk"])
+>>>>>>> bcb624c (Known refusals before memory lines; clear errors for engines in place of checkpoints, unwritable outputs, foreign samples, u_source and max_seq_len; calibrate fits 80 columns; fewer blanks in JSON)
     drafter = serving.make_drafter(options["draft"], session, draft_engine)
     scheduling = SchedulerOptions(
         options["max_num_tokens"], draft_len=options["draft_len"], draft_sampling=options["draft_sampling"]
     )
     end_tokens = () if options["eos_id"] < 0 else (options["eos_id"],)
     warm = Scheduler(session, drafter, scheduling)
+    check_samples(samples, session)
+    # What is refused has been refused; memory is what the rest may still lack.
+    for line in serving.describe_memory(loaded, memory, slots, draft_engine):
+        click.echo(line, err=True)
     session.warm_up()
     run_samples(warm, samples[: options["warmup"]], 1, params, end_tokens)
     if options["adaptive_drafts"]:

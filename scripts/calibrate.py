@@ -128,19 +128,21 @@ def _print_table(results: list, refusals: dict[str, str]) -> None:
     from rich.table import Table
 
     answered = results[0].accuracy is not None
-    table = Table("format", "state MB", "MB/token", "other tokens", "KL, nats", *(["right"] if answered else []))
+    head = ["format", "state\nMB", "MB per\ntoken", "other\ntokens", "KL\nnats", *(["right"] if answered else [])]
+    # Lines of a cell are broken here, so that the table has 70 columns and any terminal shows it whole.
+    table = Table(*head, show_lines=True)
     for column in table.columns:
         column.no_wrap = True
     for result in results:
         cells = [
-            result.name,
+            result.name.replace("+", "\n+ "),
             f"{result.state_bytes / 1e6:.2f}",
             f"{result.traffic_bytes / 1e6:.3f}",
-            f"{result.disagreement:.2%} (< {result.disagreement_bound:.2%})",
+            f"{result.disagreement:.2%}\n< {result.disagreement_bound:.2%}",
             f"{result.kl:.1e}",
         ]
         if answered:
-            cells.append(f"{result.accuracy:.1%} (> {result.difference_bound:+.1%})")
+            cells.append(f"{result.accuracy:.1%}\n> {result.difference_bound:+.1%}")
         table.add_row(*cells)
     console = Console()
     console.print(table)

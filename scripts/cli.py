@@ -90,6 +90,8 @@ def _fail(message: str) -> NoReturn:
 
 
 def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -21,7 +21,7 @@ from replayssm.plugins.geometry import MAX_HISTORY
     help="Version of TensorRT-LLM that will serve it.",
 )
 @click.option("--max-batch-size", default=256, show_default=True, help="Sequences at the same time.")
-@click.option("--max-seq-len", default=4096, show_default=True, help="Prompt and output of a sequence.")
+@click.option("--max-seq-len", type=int, help="Prompt and output of a sequence.  [default: the model's, up to 4096]")
 @click.option("--tp-size", default=1, show_default=True, help="GPUs that share each layer.")
 @click.option(
     "--buffer-len",
@@ -55,7 +55,8 @@ def export_trtllm(checkpoint: Path, output: Path, memory: str, **options) -> Non
     click.echo(
         f"\nState moved per decoded token of a sequence: {traffic.plain:,.0f} bytes without replay, "
         f"{traffic.replay:,.0f} with it ({traffic.plain / traffic.replay:.2f} times less).\n"
-        f"A step at batch {options['max_batch_size']} with {options['max_seq_len'] // 2:,} tokens a sequence moves "
+        f"A step at batch {options['max_batch_size']} with {made.inspection.settings.max_seq_len // 2:,} tokens a "
+        f"sequence moves "
         f"{step.plain / 2**30:.2f} GiB, {step.replay / 2**30:.2f} GiB with replay: at most {step.speedup:.2f} times "
         f"faster (an estimate from sizes alone).\nRings take {made.ring_bytes / 2**30:.2f} GiB of each GPU."
     )

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+
+def check_writable(*paths: Path | None) -> None:
+    """ValueError for a file that could not be written, before the work that fills it."""
+    for path in paths:
+        if path is not None:
+            with _temporary_file(path, delete=True):
+                pass
+
+
+def _temporary_file(path: Path, delete: bool) -> Any:
+    """A new text file beside `path`."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        return tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=delete)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; choose another file") from error
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> int:
-    """Write lines so that the file appears whole; returns how many."""
+    """Write lines so that the file appears whole; returns how many. ValueError where it cannot be written."""
     count = 0
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+    with _temporary_file(path, delete=False) as file:
         try:
             for line in lines:
                 file.write(line + "\n")

@@ -60,11 +60,8 @@ def _inspect(
 ):
     from replayssm.builders.config import PUBLISHED, published, read_config
     from replayssm.builders.inspection import inspect_model, parse_size
-    from replayssm.plugins.manifest import is_engine_directory
 
     known = model in PUBLISHED or model in PUBLISHED.values()
-    if not known and is_engine_directory(Path(model)):
-        raise ValueError(f"{model} is an engine directory; give the checkpoint that it was built from")
     if not known and not Path(model).exists():
         raise ValueError(
             f"{model!r} is neither a path nor a published model; expected a checkpoint directory, a config.json or "

@@ -109,8 +109,9 @@ def serve(
     options = options if config is None else apply_config(config, options)
     _check_address(options["host"], options["port"])
     loaded = Engine.load(engine or _cached_engine(checkpoint, options["max_batch_size"], options["max_seq_len"]))
+    server_options = _server_options(loaded, **options)
     loop = _loop(loaded, **options)
-    app = create_app(loop, _server_options(loaded, **options))
+    app = create_app(loop, server_options)
     settle_heap()
     uvicorn.run(
         app,
@@ -148,8 +149,6 @@ def _loop(engine: Any, **options: Any) -> Any:
     draft_engine = None if directory is None else Engine.load(directory)
     memory = serving.usable_bytes(engine, options["device"], options["free_gpu_memory_fraction"], draft_engine)
     slots = serving.slots_that_fit(engine, memory, options["max_batch_size"], draft_engine)
-    for line in serving.describe_memory(engine, memory, slots, draft_engine):
-        logging.getLogger("replayssm.server").info(line)
     scheduling = SchedulerOptions(
         max_num_tokens=options["max_num_tokens"],
         max_queue=options["max_queue_size"],
@@ -159,7 +158,7 @@ def _loop(engine: Any, **options: Any) -> Any:
         draft_len=options["draft_len"],
         draft_sampling=options["draft_sampling"],
     )
-    return serving.make_loop(
+    loop = serving.make_loop(
         engine,
         slots,
         scheduling,
@@ -170,11 +169,16 @@ def _loop(engine: Any, **options: Any) -> Any:
         options["adaptive_drafts"],
         options["cuda_graphs"],
     )
+    for line in serving.describe_memory(engine, memory, slots, draft_engine):
+        logging.getLogger("replayssm.server").info(line)
+    return loop
 
 
 def _server_options(engine: Any, **options: Any) -> Any:
     from replayssm.runtime.api import ServerOptions
+    from replayssm.runtime.chat_format import check_parsers
 
+    check_parsers(engine.tokenizer, options["tool_parser"], options["reasoning_parser"])
     template = options["chat_template"]
     return ServerOptions(
         model=options["served_model_name"] or engine.manifest.model["name"],

@@ -187,23 +187,6 @@ def test_fork_and_blob_continue_identically(tiny_engine, layout, buffer_len):
         elsewhere.advance({loaded: accepted})
 
 
-@pytest.mark.parametrize("layout", ["nano", "qwen"])
-def test_history_len(tiny_engine, layout):
-    """Grows by a token until the ring is full (8), then starts again from the window that folded it."""
-    session = Session(tiny_engine(layout), slots=1)
-    slot = session.allocate()
-    assert session.history_len(slot) == 0
-    session.step([Row(slot, random_tokens(20))])
-    lengths = [session.history_len(slot)]
-    for _ in range(12):
-        session.decode([slot], [1])
-        lengths.append(session.history_len(slot))
-    assert lengths == [0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4]
-    baseline = Session(tiny_engine(layout, buffer_len=0), slots=1)
-    baseline.prefill(slot := baseline.allocate(), random_tokens(9))
-    assert baseline.history_len(slot) == 0
-
-
 def test_a_fork_is_independent(tiny_engine):
     session = Session(tiny_engine("super"), slots=2)
     slot = session.allocate()

@@ -107,17 +107,18 @@ def test_schemas_that_cannot_be_enforced(grammars, schema):
 
 
 def test_whitespace_ends(tiny_engine, grammars):
-    """A model that likes spaces cannot write them for ever."""
+    """A space or an indented line may stand between two tokens, and a model that likes blanks gets no further."""
     tokenizer = tiny_engine("nano").tokenizer
-    brace, space = tokenizer("{")["input_ids"][0], tokenizer(" ")["input_ids"][0]
-    grammar = grammars.json_schema(SCHEMA)
-    grammar.accept([brace])
-    count = 0
-    while grammar.allowed([], 1)[0, space]:
-        grammar.accept([space])
-        count += 1
-        assert count < 100
-    assert count > 10
+    brace, space, newline = (tokenizer(text)["input_ids"][0] for text in ("{", " ", "\n"))
+    for first, most in ((space, 0), (newline, 16)):
+        grammar = grammars.json_schema(SCHEMA)
+        grammar.accept([brace, first])
+        count = 0
+        while grammar.allowed([], 1)[0, space]:
+            grammar.accept([space])
+            count += 1
+        assert count == most
+        assert not grammar.allowed([], 1)[0, newline]
 
 
 def test_without_the_library(grammars, monkeypatch):

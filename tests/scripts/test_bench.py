@@ -91,25 +91,36 @@ def test_uniform_lengths_and_text(engine, tmp_path):
     assert len((tmp_path / "b").read_text().splitlines()) == 2
     (tmp_path / "options").write_text("temperature: 1.0\ntop_k: 5\n")
     arguments = ("--sampler-options", tmp_path / "options", "--eos-id", 2)
-    result = bench("throughput", "--engine", engine, "--dataset", tmp_path / "b", *arguments)
+    result = bench("throughput", "--engine", engine, "--dataset", tmp_path / "b", "--num-requests", 3, *arguments)
     assert result.exit_code == 0, result.stderr
+    assert f"note: {tmp_path / 'b'} holds 2 of the 3 requests of --num-requests" in result.stderr
 
 
 def test_bad_input(engine, tmp_path):
     (tmp_path / "empty").write_text("")
     (tmp_path / "long").write_text('{"task_id": 1, "input_ids": [1], "output_tokens": 64}')
+    (tmp_path / "foreign").write_text('{"task_id": 7, "input_ids": [99999], "output_tokens": 2}')
     (tmp_path / "options").write_text("heat: 1")
     data = tmp_path / "long"
     for arguments, message in (
         (("--dataset", tmp_path / "empty"), "holds no requests"),
         (("--dataset", data), "max_seq_len is 64"),
+        (("--dataset", tmp_path / "foreign"), "task 7: token id 99999 is outside the vocabulary"),
         (("--dataset", data, "--concurrency", 0), "concurrency must be positive"),
         (("--dataset", data, "--max-batch-size", 9), "between 1 and the engine's max_batch_size 3"),
         (("--dataset", data, "--sampler-options", tmp_path / "options"), "expected temperature"),
+        (("--dataset", data, "--draft", "ngram", "--draft-len", 9), "draft_len must be between 1"),
+        (("--dataset", data, "--max-num-tokens", 9), "max_num_tokens 9 is less"),
+        (("--dataset", data, "--report-json", "/proc/a"), "cannot write /proc/a: "),
+        (("--dataset", data, "--iteration-log", "/proc/a"), "cannot write /proc/a: "),
+        (("--dataset", data, "--output-json", tmp_path / "no" / "a"), f"cannot write {tmp_path / 'no' / 'a'}: "),
     ):
         result = bench("throughput", "--engine", engine, *arguments)
         assert (result.exit_code, result.stdout) == (2, "")
         assert message in result.stderr
+        assert result.stderr.count("\n") == 1, "memory is described after all refusals"
+    result = prepare(engine, "/proc/a", "token-norm-dist", "--num-requests", 3, "--input-mean", 3, "--output-mean", 3)
+    assert result.stderr == "error: cannot write /proc/a: No such file or directory; choose another file\n"
     lengths = ("--input-min", 9, "--input-max", 3, "--output-min", 2, "--output-max", 4)
     result = prepare(engine, tmp_path / "a", "token-unif-dist", "--num-requests", 3, *lengths)
     assert "--input-min 9 is above --input-max 3" in result.stderr

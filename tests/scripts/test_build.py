@@ -115,3 +115,27 @@ def test_not_a_checkpoint(tmp_path):
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
     assert "config.json" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["build", "quantize", "export-trtllm", "inspect"])
+def test_engine_in_place_of_its_checkpoint(tiny_checkpoint, tmp_path, command):
+    assert build("--checkpoint", tiny_checkpoint("nano"), "--output", tmp_path / "engine").exit_code == 0
+    given = [tmp_path / "engine"]
+    if command != "inspect":
+        given = ["--checkpoint", *given, "--output", tmp_path / "out"]
+    result = CliRunner().invoke(main, [command, *map(str, given)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    expected = f"{tmp_path / 'engine'} is an engine directory; give the checkpoint that it was built from"
+    assert result.stderr == f"error: {expected}\n"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["build", "quantize", "export-trtllm"])
+def test_output_that_cannot_be_written(tiny_checkpoint, command):
+    result = CliRunner().invoke(
+        main, [command, "--checkpoint", str(tiny_checkpoint("nano")), "--output", "/proc/nothing/here"]
+    )
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: cannot write /proc/nothing/here: No such file or directory; choose another output\n"
+    )

@@ -25,16 +25,21 @@ def calibrate(*arguments):
     return CliRunner().invoke(main, ["calibrate", *map(str, arguments)])
 
 
-def test_table_recommendation_and_json(engine, tmp_path):
+def test_table_recommendation_and_json(engine, tmp_path, monkeypatch):
     """Two prompts are too few to clear anything but float32; wide limits clear the smallest format."""
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "At first Finn owns 143 books.", "answer": "x"}\n{"prompt": "Vera owns 287 books."}\n')
     arguments = ("--engine", engine, "--dataset", data, "--chat", "--max-new-tokens", 6)
     formats = ("--format", "float8-stochastic", "--format", "float16-stochastic+nvfp4")
+    monkeypatch.setenv("COLUMNS", "80")
     result = calibrate(*arguments, *formats)
     assert result.exit_code == 0
     assert "recommended: float32, replayssm build --state-dtype float32\n" in result.stdout
     assert "not float8-stochastic: other tokens up to" in result.stdout
+    table = [line for line in result.stdout.splitlines() if line[:1] in "┏┃┡│├└"]
+    assert len(table) > 8
+    assert "…" not in result.stdout
+    assert max(map(len, table)) <= 80, "whole in the narrowest usual terminal"
     assert "note: 2 problems leave wide intervals" in result.stderr
     wide = ("--max-disagreement", 0.999, "--tolerance", 0.999, "--json")
     report = json.loads(calibrate(*arguments[:4], "--limit", 2, "--max-new-tokens", 6, *formats[2:], *wide).stdout)

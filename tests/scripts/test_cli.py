@@ -88,6 +88,11 @@ def test_bad_input_is_one_line_and_exit_code_2(runner, failing, monkeypatch, err
     assert runner.invoke(cli.main, ["doctor"]).exception is error
 
 
+def test_errors_of_the_system_name_their_file(runner, failing):
+    failing(PermissionError(13, "Permission denied", "/a/b"))
+    assert runner.invoke(cli.main, ["doctor"]).stderr == "error: /a/b: Permission denied\n"
+
+
 def test_other_errors_are_not_hidden(runner, failing):
     failing(RuntimeError("a bug"))
     result = runner.invoke(cli.main, ["doctor"])

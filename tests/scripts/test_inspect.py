@@ -57,6 +57,10 @@ def test_config_file_is_accepted(tmp_path) -> None:
         (("qwen4b", "--max-draft-len", "-1"), "--max-draft-len must be >= 0"),
         (("qwen4b", "--acceptance-length", "9"), "between 1 and 1 + draft_len = 5, got 9"),
         (("qwen4b", "--buffer-len", "0", "--readout-dtype", "nvfp4"), "choose readout_dtype 'same'"),
+        (
+            ("nano4b", "--readout-dtype", "nvfp4", "--u-source", "checkpoint"),
+            "u_source 'checkpoint' is for Gated DeltaNet layers, and this model has none",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:

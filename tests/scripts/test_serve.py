@@ -151,6 +151,8 @@ def test_bad_options(engine, monkeypatch, arguments, message):
     monkeypatch.setattr(
         "replayssm.runtime.logs.set_up", lambda *_: None
     )  # it would log to this runner's stderr for ever
+    # Memory is described when nothing is left to refuse.
+    monkeypatch.setattr("replayssm.runtime.serving.describe_memory", lambda *_: pytest.fail("too early"))
     given = [str(argument).replace("ENGINE", str(engine)) for argument in arguments]
     result = CliRunner().invoke(main, ["serve", *given])
     assert result.exit_code == 2

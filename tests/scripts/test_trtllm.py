@@ -63,5 +63,13 @@ def test_export(tiny_checkpoint, tmp_path):
     assert f"trtllm-serve {tmp_path}/out --config {tmp_path}/out/trtllm.yaml" in result.stdout
     assert '--custom_module_dirs "$(replayssm trtllm-module)"' in result.stdout
     assert "times less)" in result.stdout
-    assert "A step at batch 8 with 2,048 tokens a sequence moves" in result.stdout
+    assert "A step at batch 8 with 1,024 tokens a sequence moves" in result.stdout
     assert "max_batch_size: 8" in (tmp_path / "out" / "trtllm.yaml").read_text()
+
+
+def test_export_of_more_tokens_than_the_model_has_positions(tiny_checkpoint, tmp_path):
+    arguments = ["export-trtllm", "--checkpoint", str(tiny_checkpoint("qwen")), "--output", str(tmp_path / "out")]
+    result = CliRunner().invoke(cli.main, [*arguments, "--max-seq-len", "2049"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "max_seq_len 2049 is more than the model was made for: 2048 positions" in result.stderr
+    assert not (tmp_path / "out").exists()
