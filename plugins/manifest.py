@@ -208,7 +208,7 @@ def is_engine_directory(directory: Path) -> bool:
     """Whether `directory` holds a manifest of any schema version, damaged or not."""
     try:
         value = json.loads((directory / MANIFEST_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(value, dict) and value.get("format") == FORMAT
 
