@@ -104,13 +104,9 @@ def _run(
     options = options if config is None else {**apply_config(config, options), **(fixed or {})}
     if options["concurrency"] == 0 or options["concurrency"] < -1:
         raise ValueError(f"concurrency must be positive, or -1 for all at once, got {options['concurrency']}")
-<<<<<<< HEAD
     loaded = rank_engine(Engine.load(engine), 0, options["tensor_parallel_size"])
     loaded = serving.with_max_seq_len(loaded, options["max_seq_len"])
-=======
-    loaded = serving.with_max_seq_len(Engine.load(engine), options["max_seq_len"])
     check_writable(report_json, *(options[name] for name in ("output_json", "request_json", "iteration_log")))
->>>>>>> bcb624c (Known refusals before memory lines; clear errors for engines in place of checkpoints, unwritable outputs, foreign samples, u_source and max_seq_len; calibrate fits 80 columns; fewer blanks in JSON)
     samples = read_dataset(dataset, _LazyTokenizer(loaded), options["num_requests"])
     if len(samples) < options["num_requests"]:
         click.echo(
@@ -123,13 +119,7 @@ def _run(
     draft_engine = None if directory is None else Engine.load(directory)
     memory = serving.usable_bytes(loaded, options["device"], options["free_gpu_memory_fraction"], draft_engine)
     slots = serving.slots_that_fit(loaded, memory, options["max_batch_size"], draft_engine)
-<<<<<<< HEAD
-    for line in serving.describe_memory(loaded, memory, slots, draft_engine):
-        click.echo(line, err=True)
     session = open_session(loaded, slots, options["device"], options["prefill_chunk"])
-=======
-    session = Session(loaded, slots, options["device"], options["prefill_chunk"])
->>>>>>> bcb624c (Known refusals before memory lines; clear errors for engines in place of checkpoints, unwritable outputs, foreign samples, u_source and max_seq_len; calibrate fits 80 columns; fewer blanks in JSON)
     drafter = serving.make_drafter(options["draft"], session, draft_engine)
     scheduling = SchedulerOptions(
         options["max_num_tokens"], draft_len=options["draft_len"], draft_sampling=options["draft_sampling"]
