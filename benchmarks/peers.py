@@ -54,27 +54,42 @@ def mamba2_peers(layer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     }
 
 
+GDN_CONFIGS = ((8, 1, False), (8, 1, True), (16, 1, True), (16, 2, True), (32, 2, True), (32, 4, True))
+"""(rows per program, warps, whether the state is rewritten in place) of the fused recurrent kernel; the first is what its
+own launcher does."""
+
+
 def gdn_peers(layer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """name -> call(slots) returning o; flash-linear-attention's fused recurrent kernel, which writes a new state."""
+    """name -> call(slots) returning o; flash-linear-attention's fused recurrent kernel, one entry per configuration."""
     try:
-        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as recurrent
+        from fla.ops.gated_delta_rule.fused_recurrent import fused_recurrent_gated_delta_rule_fwd_kernel as kernel
     except ImportError:
         return {}
     q, k, v, a, b = (tensor[:, None] for tensor in layer.inputs)
     A_log, dt_bias = layer.constants
-    batch = layer.batch
+    g, batch, out = layer.geometry, layer.batch, torch.empty_like(layer.inputs[2])
+    scale, checkpoint = g.head_k_dim**-0.5, layer.state["checkpoint"]
+    written = torch.empty_like(checkpoint[:batch])
 
-    def call(slots: torch.Tensor) -> torch.Tensor:
+    def call(slots: torch.Tensor, rows: int, warps: int, in_place: bool) -> torch.Tensor:
         first = int(layer.first_slot[slots.data_ptr()])
-        with torch.no_grad():
-            o, _ = recurrent(
-                q, k, v, g=a, beta=b, initial_state=layer.state["checkpoint"][first : first + batch],
-                output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log,
-                dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True, state_v_first=True,
-            )  # fmt: skip
-        return o[:, 0]
+        state = checkpoint[first : first + batch]
+        kernel[(batch * g.num_v_heads * (g.head_v_dim // rows),)](
+            q, k, v, a, None, None, b, A_log, dt_bias, out, state, state if in_place else written, None, scale, 1,
+            H=g.num_k_heads, HV=g.num_v_heads, K=g.head_k_dim, V=g.head_v_dim, BK=g.head_k_dim, BV=rows,
+            IS_BETA_HEADWISE=True, USE_QK_L2NORM_IN_KERNEL=True, APPLY_BETA_SIGMOID=True, ALLOW_NEG_EIGVAL=False,
+            STATE_V_FIRST=True, num_warps=warps, num_stages=3,
+        )  # fmt: skip
+        return out
 
-    return {f"fla {_version('flash-linear-attention')} fused_recurrent": call}
+    name = f"fla {_version('flash-linear-attention')} fused_recurrent"
+    return {
+        f"{name} rows {rows} warps {warps}{' in place' if in_place else ''}": (
+            lambda slots, config=(rows, warps, in_place): call(slots, *config)
+        )
+        for rows, warps, in_place in GDN_CONFIGS
+        if g.head_v_dim % rows == 0
+    }
 
 
 def mamba2_prefill_peers(prompt) -> dict[str, list[Callable[[], torch.Tensor]]]:

@@ -94,7 +94,7 @@ TABLE: dict[tuple[str, int, int], int] = {
 }
 
 REGISTERS_PER_SM = 65536
-REGISTERS_WANTED = {"mamba2_window": 96, "mamba2_decode": 96}
+REGISTERS_WANTED = {"mamba2_window": 96, "mamba2_decode": 96, "gdn_decode": 96}
 """Registers per thread below which a kernel would spill (104 where nothing is said); limits how many blocks are asked
 for."""
 
@@ -150,6 +150,8 @@ def window_config(
     kernel = f"{kind}_serial" if serial else f"{kind}_window"
     if kernel == "mamba2_window" and settings.max_window == 1 and settings.state_dtype in FORMATS:
         kernel = "mamba2_decode"
+    if kernel == "gdn_window" and settings.max_window == 1 and settings.state_dtype == "float32":
+        kernel = "gdn_decode"
     candidates = row_candidates(rows, geometry.row_tiles)
     wanted = (
         cta_rows
@@ -355,6 +357,10 @@ def _shared_bytes(kernel: str, geometry: Mamba2Geometry | GdnGeometry, settings:
         total = (
             tile + tokens * row + window * row + tokens * values + coefficients + decays + (history + window_rows) * 4
         )
+    elif kernel == "gdn_decode":
+        warps = padded // 16
+        partials = min(-(-columns // 32), warps) * 2 * round_up(history, 16) * 4
+        total = tile + settings.u_planes[0] * history * values + history * row + warps * 4 * columns + partials + 8
     else:
         planes = settings.u_planes[0]
         scaled = settings.state_dtype == "float16" and settings.activation_dtype == "bfloat16"

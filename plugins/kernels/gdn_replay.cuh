@@ -78,30 +78,6 @@ DEVICE int query_row(int n, int column) {
     return (is_k ? MAX_WINDOW : 0) + (token < MAX_WINDOW ? token : MAX_WINDOW - 1);
 }
 
-// Asks for the part of a later row's ring that the block will read, sector by sector: a warp-wide instruction each.
-DEVICE void prefetch_history(const LaterRow& later, int checkpoint_position, const Block& block, const activation_t* ring_k,
-                             const u16* ring_u, const float* ring_g) {
-    const int history = later.seq_len - checkpoint_position, lane = threadIdx.x % 32;
-    if (checkpoint_position < 0 || history > MAX_HISTORY) return;
-    const int first = (u32)checkpoint_position % RING_LEN;
-    constexpr int U_SECTORS = CTA_ROWS * 2 / 32, K_SECTORS = COLUMNS * 2 / 32;  // of 32 bytes
-    constexpr int SECTORS = U_PLANES * U_SECTORS;
-#pragma unroll
-    for (int i = 0; i < (MAX_HISTORY * SECTORS + 31) / 32; i++) {
-        const u32 n = i * 32 + lane, j = n / SECTORS, plane = n % SECTORS / U_SECTORS, sector = n % U_SECTORS;
-        if ((int)j < history)
-            prefetch_sector(advance(ring_u, wrapped(first + j), HEADS * U_PLANES * ROWS) + plane * ROWS + sector * 16);
-    }
-    if (block.first_of_group)
-#pragma unroll
-        for (int i = 0; i < (MAX_HISTORY * K_SECTORS + 31) / 32; i++) {
-            const u32 n = i * 32 + lane, j = n / K_SECTORS, sector = n % K_SECTORS;
-            if ((int)j < history) prefetch_sector(advance(ring_k, wrapped(first + j), GROUPS * COLUMNS) + sector * 16);
-        }
-    if (block.first_of_head && block.head % 8 == 0 && lane < history)
-        prefetch_sector(advance(ring_g, wrapped(first + lane), HEADS));
-}
-
 // --------------------------------------------------------------------------------------------- products of the state
 
 // Products of the warp's 16 rows and all queries. Several sums (high and low halves of fp32 states, even and odd steps
@@ -233,8 +209,9 @@ DEVICE void query_loads(const activation_t* (&rows)[(QUERY_TILES + 1) / 2], cons
                       (QUERY_TILES == 1 && COLUMNS % 32 == 0 ? lane / 8 : lane / 8 % 2) * 8;
 }
 
-// sum += u of 16 tokens . their coefficients `value` (laid out like scores). u is exact; the coefficients keep 24 bits
-// with its high half, and 16 with its low one.
+// sum += u of 16 tokens . their coefficients `value`, laid out like scores (AS_SCORES) or like the matrix unit's second
+// operand. u is exact; the coefficients keep 24 bits with its high half, and 16 with its low one.
+template <bool AS_SCORES>
 DEVICE void add_history(float (&sum)[QUERY_TILES][4], float (&value)[QUERY_TILES][4], const u16* const (&planes)[U_PLANES],
                         int m) {
     u32 a[U_PLANES][4];
@@ -244,8 +221,8 @@ DEVICE void add_history(float (&sum)[QUERY_TILES][4], float (&value)[QUERY_TILES
     for (int part = 0; part < 3; part++)
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++) {
-            const u32 b0 = transpose_matrix(split_bf16(value[n][0], value[n][1]));
-            const u32 b1 = transpose_matrix(split_bf16(value[n][2], value[n][3]));
+            u32 b0 = split_bf16(value[n][0], value[n][1]), b1 = split_bf16(value[n][2], value[n][3]);
+            if constexpr (AS_SCORES) b0 = transpose_matrix(b0), b1 = transpose_matrix(b1);
 #pragma unroll
             for (int plane = 0; plane < U_PLANES; plane++)
                 if (part + plane < 3)
@@ -253,11 +230,13 @@ DEVICE void add_history(float (&sum)[QUERY_TILES][4], float (&value)[QUERY_TILES
         }
 }
 
-// Folds the history into the warp's 16 rows, stores them, and multiplies the stored values by all queries. `tokens` are
-// the rows k of the history, zero beyond it.
-DEVICE void fold_tile(StateProducts& products, const state_t* tile, state_t* global, bool has_state, const Gates& gates,
-                      const u16* const (&planes)[U_PLANES], const activation_t* tokens,
-                      const activation_t* const (&query)[QUERY_TILES]) {
+// Folds the history into the warp's 16 rows, stores them, and passes what is stored on: consume(column, s0, s1) gets the
+// lane's LANE_COLUMNS values of rows g and g + 8 in the block of columns that starts at `column`. `tokens` are the rows k
+// of the history, zero beyond it; weights[m][i] is the decay behind its token 16 m + 8 (i / 2) + 2 t + i % 2.
+template <class Consume>
+DEVICE void fold_tile(const state_t* tile, state_t* global, bool has_state, float decay,
+                      const float (&weights)[HISTORY_TILES][4], const u16* const (&planes)[U_PLANES],
+                      const activation_t* tokens, const Consume& consume) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = threadIdx.x / 32 * 16;
     // Decayed u. Words of three bf16 parts, or for fp16 tokens numbers.
     constexpr bool SPLIT = ACTIVATION_FORMAT == FORMAT_BF16;
@@ -270,9 +249,8 @@ DEVICE void fold_tile(StateProducts& products, const state_t* tile, state_t* glo
         if (U_PLANES == 2) load_u(low, planes[U_PLANES - 1], m);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int token = m * 16 + i / 2 * 8 + 2 * t;
-            float even = gates.history[token] * (bf16_low(high[i]) + bf16_low(low[i]));
-            float odd = gates.history[token + 1] * (bf16_high(high[i]) + bf16_high(low[i]));
+            float even = weights[m][i / 2 * 2] * (bf16_low(high[i]) + bf16_low(low[i]));
+            float odd = weights[m][i / 2 * 2 + 1] * (bf16_high(high[i]) + bf16_high(low[i]));
             if constexpr (SPLIT) {
 #pragma unroll
                 for (int part = 0; part < 3; part++) parts[m][part][i] = split_bf16(even, odd);
@@ -281,7 +259,6 @@ DEVICE void fold_tile(StateProducts& products, const state_t* tile, state_t* glo
             }
         }
     }
-    const float decay = gates.total;
     const state_t* rows = tile + (first + g) * COLUMNS + t * LANE_COLUMNS;
     state_t* stored = global + (first + g) * COLUMNS + t * LANE_COLUMNS;
 #pragma unroll 1
@@ -335,19 +312,35 @@ DEVICE void fold_tile(StateProducts& products, const state_t* tile, state_t* glo
         }
         store_lane_columns(stored + column, s0, first + g < CTA_ROWS);
         store_lane_columns(stored + 8 * COLUMNS + column, s1, first + 8 + g < CTA_ROWS);
-        Piece p0, p1;
-#pragma unroll
-        for (int i = 0; i < LANE_COLUMNS; i++) {
-            if constexpr (DIRECT) {
-                if (i % 2) continue;
-                p0.words[i / 2] = (u32)float_to_state(s0[i]) | (u32)float_to_state(s0[i + 1]) << 16;
-                p1.words[i / 2] = (u32)float_to_state(s1[i]) | (u32)float_to_state(s1[i + 1]) << 16;
-            } else {
-                p0.values[i] = s0[i], p1.values[i] = s1[i];
-            }
-        }
-        add_products(products, p0, p1, query, column);
+        consume(column, s0, s1);
     }
+}
+
+// The same, multiplying the stored values by all queries.
+DEVICE void fold_and_multiply_tile(StateProducts& products, const state_t* tile, state_t* global, bool has_state,
+                                   const Gates& gates, const u16* const (&planes)[U_PLANES], const activation_t* tokens,
+                                   const activation_t* const (&query)[QUERY_TILES]) {
+    float weights[HISTORY_TILES][4];
+#pragma unroll
+    for (int m = 0; m < HISTORY_TILES; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            weights[m][i] = gates.history[m * 16 + i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2];
+    fold_tile(tile, global, has_state, gates.total, weights, planes, tokens,
+              [&](int column, const float(&s0)[LANE_COLUMNS], const float(&s1)[LANE_COLUMNS]) {
+                  Piece p0, p1;
+#pragma unroll
+                  for (int i = 0; i < LANE_COLUMNS; i++) {
+                      if constexpr (DIRECT) {
+                          if (i % 2) continue;
+                          p0.words[i / 2] = (u32)float_to_state(s0[i]) | (u32)float_to_state(s0[i + 1]) << 16;
+                          p1.words[i / 2] = (u32)float_to_state(s1[i]) | (u32)float_to_state(s1[i + 1]) << 16;
+                      } else {
+                          p0.values[i] = s0[i], p1.values[i] = s1[i];
+                      }
+                  }
+                  add_products(products, p0, p1, query, column);
+              });
 }
 
 // ----------------------------------------------------------------------------------------------------- the window

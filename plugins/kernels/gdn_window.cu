@@ -7,6 +7,7 @@
 // Stamped in: NUM_K_HEADS, NUM_V_HEADS, HEAD_K_DIM, HEAD_V_DIM, ROW_TILES, CTA_ROWS, BUFFER_LEN, MAX_WINDOW,
 // STATE_FORMAT, ACTIVATION_FORMAT, U_PLANES, BULK_COPY, MIN_CTAS, AHEAD_ROWS, SHARED_BYTES.
 #include "gdn_replay.cuh"
+#include "gdn_rows.cuh"
 
 constexpr int K_CHUNKS = COLUMNS / 8, V_CHUNKS = CTA_ROWS / 8;  // of 16 bytes
 // Neighbouring lanes that normalise one row of q or k, a chunk each.
@@ -108,15 +109,6 @@ gdn_window(
     if (!has_slot || !copied || !in_range || (u32)seq_len - (u32)c > (u32)MAX_HISTORY) {
         const Row row = make_row(slot, seq_len, start, window_length, tile_position, num_tokens, num_slots, max_seq_len,
                                  MAX_HISTORY);
-        copy_async_wait();
-        sync_threads();
-        if (has_slot) tile_copy_wait(&shared.barrier);
-        if (!row.active) {
-            if (row.error && tid == 0) atomic_or(error_flag, row.error);
-            write_zeros(row, output, HEADS * ROWS);
-            return;
-        }
-        if (skip_prefill) return;  // the row belongs to gdn_prefill.cu
         const SerialInputs inputs = {
             q + (long long)row.start * q_stride + k_column, k + (long long)row.start * k_stride + k_column,
             v + (long long)row.start * v_stride + v_column, a + (long long)row.start * a_stride + block.head,
@@ -124,14 +116,10 @@ gdn_window(
             ring_k_in + (long long)slot * ring_k_stride + k_column,
             ring_u_in + (long long)slot * ring_u_stride + u_column,
             ring_g_in + (long long)slot * ring_g_stride + block.head, -expf(log_A), bias};
-        const SerialStores stores = {checkpoint + (long long)slot * checkpoint_stride + state_offset, row.length,
-                                     nullptr, 0};
-        for (int first = warp * 4; first < CTA_ROWS; first += WARPS * 4)
-            serial_rows<4, false>(inputs, row, first,
-                                  checkpoint_in + (long long)slot * checkpoint_stride + state_offset, stores,
-                                  output + (long long)row.start * (HEADS * ROWS), nullptr);
-        if (tid < CTA_TILES)
-            position[(long long)slot * position_stride + tile_index + tid] = row.seq_len + row.length;
+        finish_other_row(row, has_slot, &shared.barrier, skip_prefill, inputs,
+                         advance(checkpoint_in + state_offset, slot, checkpoint_stride),
+                         advance(checkpoint + state_offset, slot, checkpoint_stride),
+                         advance(position + tile_index, slot, position_stride), output, error_flag);
         return;
     }
 
@@ -257,7 +245,7 @@ gdn_window(
             for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) score[n][i] *= factor[n][i % 2] * (i < 2 ? even : odd);
-            add_history(sum, score, planes, m);
+            add_history<true>(sum, score, planes, m);
         }
     }
     const activation_t* query[QUERY_TILES];
@@ -269,8 +257,8 @@ gdn_window(
     products.clear();
     tile_copy_wait(&shared.barrier);
     if (flush)
-        fold_tile(products, shared.tile, advance(checkpoint + state_offset, slot, checkpoint_stride), c > 0,
-                  shared.gates, planes, shared.k, query);
+        fold_and_multiply_tile(products, shared.tile, advance(checkpoint + state_offset, slot, checkpoint_stride), c > 0,
+                               shared.gates, planes, shared.k, query);
     else if (c > 0)
         multiply_tile(products, shared.tile, query);
 #pragma unroll
