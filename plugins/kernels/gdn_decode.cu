@@ -213,10 +213,12 @@ gdn_decode(
     const float* slot_ring_g = ring_g_in + (offset_of(slot, ring_g_stride) + block.head);
     const int new_entry = (u32)seq_len % RING_LEN;
 
-    const Row row = make_row(slot, seq_len, start, window_length, tile_position, num_tokens, num_slots, max_seq_len,
-                             MAX_HISTORY);
     activation_t* output = o + v_column;
-    if (!row.active || row.length > 1) {
+    const int c = seq_len ? tile_position : 0, history = seq_len - c, first = HISTORY_ROWS - history;
+    // The ordinary row, in few instructions; make_row says what is wrong with another.
+    if (!has_slot || !decodes || (u32)seq_len >= (u32)max_seq_len || (u32)seq_len - (u32)c > (u32)MAX_HISTORY) {
+        const Row row = make_row(slot, seq_len, start, window_length, tile_position, num_tokens, num_slots, max_seq_len,
+                                 MAX_HISTORY);
         const SerialInputs inputs = {q + (offset_of(start, q_stride) + k_column), k + (offset_of(start, k_stride) + k_column),
                                      v + (offset_of(start, v_stride) + v_column), a + (offset_of(start, a_stride) + block.head),
                                      b + (offset_of(start, b_stride) + block.head), q_stride, k_stride, v_stride, a_stride,
@@ -227,7 +229,6 @@ gdn_decode(
         return;
     }
 
-    const int c = row.checkpoint_position, history = seq_len - c, first = HISTORY_ROWS - history;
     const bool flush = history > 0 && history + 1 > BUFFER_LEN;
     // Row k of the history is the token HISTORY_ROWS - k before the new one, so its ring entry does not depend on the
     // checkpoint position; rows before the checkpoint are no history.

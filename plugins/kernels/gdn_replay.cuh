@@ -261,7 +261,10 @@ DEVICE void fold_tile(const state_t* tile, state_t* global, bool has_state, floa
     }
     const state_t* rows = tile + (first + g) * COLUMNS + t * LANE_COLUMNS;
     state_t* stored = global + (first + g) * COLUMNS + t * LANE_COLUMNS;
-#pragma unroll 1
+#ifndef FOLD_BLOCKS
+#define FOLD_BLOCKS 1
+#endif
+#pragma unroll FOLD_BLOCKS
     for (int column = 0; column < COLUMNS; column += BLOCK_COLUMNS) {
         float s0[LANE_COLUMNS], s1[LANE_COLUMNS];
         if (has_state) {

@@ -34,15 +34,15 @@ DEVICE void prefetch_history(const LaterRow& later, int checkpoint_position, con
 #pragma unroll
     for (int i = 0; i < (MAX_HISTORY * SECTORS + 31) / 32; i++) {
         const u32 n = i * 32 + lane, j = n / SECTORS, plane = n % SECTORS / U_SECTORS, sector = n % U_SECTORS;
-        if ((int)j < history)
-            prefetch_sector(ring_u + (wrapped(first + j) * (HEADS * U_PLANES * ROWS) + (int)(plane * ROWS + sector * 16)));
+        const int offset = wrapped(first + j) * (HEADS * U_PLANES * ROWS) + (int)(plane * ROWS + sector * 16);
+        prefetch_sector(ring_u + offset, (int)j < history);
     }
     if (block.first_of_group)
 #pragma unroll
         for (int i = 0; i < (MAX_HISTORY * K_SECTORS + 31) / 32; i++) {
             const u32 n = i * 32 + lane, j = n / K_SECTORS, sector = n % K_SECTORS;
-            if ((int)j < history) prefetch_sector(ring_k + (wrapped(first + j) * (GROUPS * COLUMNS) + (int)sector * 16));
+            prefetch_sector(ring_k + (wrapped(first + j) * (GROUPS * COLUMNS) + (int)sector * 16), (int)j < history);
         }
-    if (block.first_of_head && block.head % 8 == 0 && lane < history)
-        prefetch_sector(ring_g + wrapped(first + lane) * HEADS);
+    if (block.first_of_head && block.head % 8 == 0)
+        prefetch_sector(ring_g + wrapped(first + lane) * HEADS, lane < history);
 }

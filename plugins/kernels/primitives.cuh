@@ -162,7 +162,10 @@ DEVICE void prefetch(const void* global, u32 bytes) {
 }
 
 // The same for the 32 bytes around an address of any alignment.
-DEVICE void prefetch_sector(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory"); }
+DEVICE void prefetch_sector(const void* global, bool wanted = true) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p prefetch.global.L2 [%0];\n}" ::"l"(global), "r"((int)wanted)
+                 : "memory");
+}
 
 // Matrices of 8 x 8 16-bit elements; lane l names row l % 8 of matrix l / 8 (16-byte aligned). Lane 4 g + t receives
 // elements (g, 2 t) and (g, 2 t + 1) of each matrix; the transposing form (2 t, g) and (2 t + 1, g).

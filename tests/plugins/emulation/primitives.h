@@ -215,7 +215,9 @@ DEVICE void prefetch(const void* global, u32 bytes) {
     if (bytes % 16 || (uintptr_t)global % 16) { std::fprintf(stderr, "emulation: bad prefetch\n"); std::abort(); }
     for (u32 i = 0; i < bytes; i++) prefetched = ((const unsigned char*)global)[i];
 }
-DEVICE void prefetch_sector(const void* global) { prefetched = *(const unsigned char*)global; }
+DEVICE void prefetch_sector(const void* global, bool wanted = true) {
+    if (wanted) prefetched = *(const unsigned char*)global;
+}
 DEVICE void disturb() {}
 DEVICE void hold_until_here(u32&) {}
 DEVICE long long offset_of(int index, int stride) { return (long long)index * stride; }
