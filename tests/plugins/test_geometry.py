@@ -73,7 +73,9 @@ def test_override_must_be_whole_tiles_that_fit() -> None:
 
 
 def test_modes_select_kernels() -> None:
-    geometry = TARGETS["super120b"]
+    geometry, gdn = TARGETS["super120b"], TARGETS["qwen4b"]
+    assert geo.window_config(gdn, ReplaySettings(), 90).kernel == "gdn_decode"
+    assert geo.window_config(gdn, ReplaySettings(state_dtype="float16"), 90).kernel == "gdn_window"
     assert geo.window_config(geometry, ReplaySettings(), 90).kernel == "mamba2_decode"
     assert geo.window_config(geometry, ReplaySettings(max_window=2), 90).kernel == "mamba2_window"
     assert geo.window_config(geometry, ReplaySettings(buffer_len=0), 90).kernel == "mamba2_serial"

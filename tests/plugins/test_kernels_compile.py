@@ -115,7 +115,9 @@ def test_ptx_is_what_a_plugin_may_embed(geometry, kernel_cache: Path) -> None:
     assert config.shared_bytes <= 48 * 1024
 
 
-@pytest.mark.parametrize("kernel", ["mamba2_window", "mamba2_decode", "mamba2_serial", "gdn_window", "gdn_serial"])
+@pytest.mark.parametrize(
+    "kernel", ["mamba2_window", "mamba2_decode", "mamba2_serial", "gdn_window", "gdn_decode", "gdn_serial"]
+)
 def test_state_parts_appear_as_inputs_and_as_outputs(kernel: str) -> None:
     names = [parameter.split()[-1].lstrip("*") for parameter in kernel_parameters(kernel)]
     inputs = [name.removesuffix("_in") for name in names if name.endswith("_in")]

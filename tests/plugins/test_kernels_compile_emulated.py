@@ -60,6 +60,14 @@ CASES = {
         None,
     ),
     "gdn-decode-tiles": (GdnGeometry(1, 2, 128, 128), {"max_window": 1}, 90, 64),
+    "gdn-decode-wide": (
+        GdnGeometry(1, 1, 256, 40),
+        {"buffer_len": 32, "max_window": 1, "activation_dtype": "float16", "u_format": "bfloat16"},
+        80,
+        None,
+    ),
+    "gdn-decode-narrow": (GdnGeometry(2, 4, 48, 16), {"buffer_len": 4, "max_window": 1}, 86, None),
+    "gdn-decode-fp16-state": (GdnGeometry(1, 2, 64, 32), {"max_window": 1, "state_dtype": "float16"}, 90, None),
     "gdn-verify": (GdnGeometry(1, 2, 32, 32), {"buffer_len": 8, "max_window": 3}, 90, None),
     "gdn-long-fp16-state": (
         GdnGeometry(2, 4, 64, 48),
@@ -112,7 +120,7 @@ def test_matches_the_recurrence(case: str) -> None:
 
 
 REPEATED = [
-    *(name for name in CASES if name.startswith("mamba2-decode")),
+    *(name for name in CASES if "decode" in name),
     *("mamba2-verify-tiles", "mamba2-80-fp16-state", "gdn-verify", "gdn-long-fp16-state"),
 ]
 

@@ -54,6 +54,11 @@ ODD = {
     "mamba2-short": (Mamba2Geometry(2, 16, 48, 1), {"buffer_len": 1, "max_window": 16, "state_dtype": "bfloat16"}),
     "gdn-64": (GdnGeometry(2, 8, 64, 64), {"buffer_len": 4, "max_window": 6, "activation_dtype": "float16"}),
     "gdn-256": (GdnGeometry(1, 3, 256, 64), {"buffer_len": 8, "max_window": 2, "u_format": "bfloat16"}),
+    "gdn-decode-256": (GdnGeometry(1, 3, 256, 64), {"buffer_len": 8, "max_window": 1, "u_format": "bfloat16"}),
+    "gdn-decode-40": (
+        GdnGeometry(2, 2, 48, 40),
+        {"buffer_len": 32, "max_window": 1, "activation_dtype": "float16"},
+    ),
     "gdn-40": (GdnGeometry(1, 1, 16, 40), {"buffer_len": 32, "max_window": 16}),
     "mamba2-baseline": (SUPER, {"buffer_len": 0, "max_window": 1}),
     "mamba2-snapshots": (Mamba2Geometry(4, 80, 128, 1), {"buffer_len": 0, "max_window": 5, "state_dtype": "float16"}),
