@@ -89,7 +89,8 @@ TABLE: dict[tuple[str, int, int], int] = {
     ("mamba2_window", 256, 80): 80,  # nano4b fp16: 40 rows 321, 393; 80 rows 257, 322
     ("mamba2_window", 256, 64): 64,  # super120b fp16: 32 rows 283, 357; 64 rows 265, 330
     # The next at commit 7549be2, where 16-bit states were measured at 64 rows only.
-    ("gdn_window", 512, 128): 64,  # qwen122b fp32: 32 rows 355, 492; 64 rows 320, 466; 128 rows 356, 503
+    # qwen122b fp32: window 5 492, 466, 503 at 32, 64, 128 rows; gdn_decode at window 1 295, 291, 299
+    ("gdn_window", 512, 128): 64,
     ("gdn_window", 256, 128): 64,  # qwen122b fp16: 225, 387; bf16: 214, 369
 }
 
@@ -316,7 +317,7 @@ def _default_cta_rows(kernel: str, candidates: list[int], row_bytes: int) -> int
 def _ahead_rows(limits: Architecture, ctas_per_sm: int, blocks_per_row: int, tile_bytes: int) -> int:
     """Rows of the batch by which a block looks ahead: just beyond the blocks that run at once. 0 where their tiles,
     passing through the second-level cache, would fill most of it. H200, decode, batch 256, fp32, desynchronised:
-    super120b 326 us at 0, 291 at 4 and 6, 296 at 8, 303 at 12; qwen122b 334, 314, 314, 317, 326."""
+    super120b 326 us at 0, 291 at 4 and 6, 296 at 8, 303 at 12; qwen122b (decode kernel) 297 at 0, 292 at 4, 291 at 7."""
     ahead = -(-limits.multiprocessors * ctas_per_sm * 5 // (blocks_per_row * 4))
     return ahead if ahead * blocks_per_row * tile_bytes <= limits.l2_mib << 19 else 0
 

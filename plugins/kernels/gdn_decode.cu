@@ -20,6 +20,8 @@ constexpr int PARTIALS = SCORE_GROUPS < WARPS ? SCORE_GROUPS : WARPS;  // warps 
 constexpr int DOT_COLUMNS = 8 * LANE_COLUMNS;
 constexpr int DOT_STEPS = (COLUMNS + DOT_COLUMNS - 1) / DOT_COLUMNS;
 constexpr int GATE_WARP = 1 % WARPS;
+// Blocks of columns that a fold works on at once. H200, qwen122b, batch 256, every row flushing: 605 us at 1, 600 at 2.
+constexpr int DECODE_FOLD_UNROLL = 2;
 
 struct Shared {
     alignas(128) state_t tile[PADDED_ROWS * COLUMNS];
@@ -98,18 +100,18 @@ DEVICE float fold_and_dot(const state_t* tile, state_t* global, bool has_state, 
     const u32 lane = threadIdx.x % 32, t = lane % 4;
     // Rows g and g + 8; blocks of columns alternate between two sums, which two lanes hold in `dot`.
     float sum[2][2] = {}, next[2][2] = {};
-    fold_tile(tile, global, has_state, decay, weights, planes, tokens,
-              [&](int column, const float(&s0)[LANE_COLUMNS], const float(&s1)[LANE_COLUMNS]) {
+    const auto multiply = [&](int column, const float(&s0)[LANE_COLUMNS], const float(&s1)[LANE_COLUMNS]) {
 #pragma unroll
-                  for (int i = 0; i < 2; i++) {
-                      float query[LANE_COLUMNS];
-                      load_query(queries + i * COLUMNS, column + (int)t * LANE_COLUMNS, query);
-                      float now[2] = {sum[0][i], sum[1][i]};
-                      add_columns(now[0], s0, query);
-                      add_columns(now[1], s1, query);
-                      sum[0][i] = next[0][i], sum[1][i] = next[1][i], next[0][i] = now[0], next[1][i] = now[1];
-                  }
-              });
+        for (int i = 0; i < 2; i++) {
+            float query[LANE_COLUMNS];
+            load_query(queries + i * COLUMNS, column + (int)t * LANE_COLUMNS, query);
+            float now[2] = {sum[0][i], sum[1][i]};
+            add_columns(now[0], s0, query);
+            add_columns(now[1], s1, query);
+            sum[0][i] = next[0][i], sum[1][i] = next[1][i], next[0][i] = now[0], next[1][i] = now[1];
+        }
+    };
+    fold_tile<DECODE_FOLD_UNROLL>(tile, global, has_state, decay, weights, planes, tokens, multiply);
     float total[2][2];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -219,10 +221,11 @@ gdn_decode(
     if (!has_slot || !decodes || (u32)seq_len >= (u32)max_seq_len || (u32)seq_len - (u32)c > (u32)MAX_HISTORY) {
         const Row row = make_row(slot, seq_len, start, window_length, tile_position, num_tokens, num_slots, max_seq_len,
                                  MAX_HISTORY);
-        const SerialInputs inputs = {q + (offset_of(start, q_stride) + k_column), k + (offset_of(start, k_stride) + k_column),
-                                     v + (offset_of(start, v_stride) + v_column), a + (offset_of(start, a_stride) + block.head),
-                                     b + (offset_of(start, b_stride) + block.head), q_stride, k_stride, v_stride, a_stride,
-                                     b_stride, slot_ring_k, slot_ring_u, slot_ring_g, -expf(log_A), bias};
+        const SerialInputs inputs = {
+            q + (offset_of(start, q_stride) + k_column), k + (offset_of(start, k_stride) + k_column),
+            v + (offset_of(start, v_stride) + v_column), a + (offset_of(start, a_stride) + block.head),
+            b + (offset_of(start, b_stride) + block.head), q_stride, k_stride, v_stride, a_stride, b_stride,
+            slot_ring_k, slot_ring_u, slot_ring_g, -expf(log_A), bias};
         finish_other_row(row, has_slot, &shared.barrier, skip_prefill, inputs, slot_state,
                          checkpoint + (offset_of(slot, checkpoint_stride) + state_offset),
                          position + (offset_of(slot, position_stride) + tile_index), output, error_flag);

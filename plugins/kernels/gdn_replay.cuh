@@ -233,7 +233,8 @@ DEVICE void add_history(float (&sum)[QUERY_TILES][4], float (&value)[QUERY_TILES
 // Folds the history into the warp's 16 rows, stores them, and passes what is stored on: consume(column, s0, s1) gets the
 // lane's LANE_COLUMNS values of rows g and g + 8 in the block of columns that starts at `column`. `tokens` are the rows k
 // of the history, zero beyond it; weights[m][i] is the decay behind its token 16 m + 8 (i / 2) + 2 t + i % 2.
-template <class Consume>
+// UNROLL blocks are worked on at a time.
+template <int UNROLL, class Consume>
 DEVICE void fold_tile(const state_t* tile, state_t* global, bool has_state, float decay,
                       const float (&weights)[HISTORY_TILES][4], const u16* const (&planes)[U_PLANES],
                       const activation_t* tokens, const Consume& consume) {
@@ -261,10 +262,7 @@ DEVICE void fold_tile(const state_t* tile, state_t* global, bool has_state, floa
     }
     const state_t* rows = tile + (first + g) * COLUMNS + t * LANE_COLUMNS;
     state_t* stored = global + (first + g) * COLUMNS + t * LANE_COLUMNS;
-#ifndef FOLD_BLOCKS
-#define FOLD_BLOCKS 1
-#endif
-#pragma unroll FOLD_BLOCKS
+#pragma unroll UNROLL
     for (int column = 0; column < COLUMNS; column += BLOCK_COLUMNS) {
         float s0[LANE_COLUMNS], s1[LANE_COLUMNS];
         if (has_state) {
@@ -329,7 +327,7 @@ DEVICE void fold_and_multiply_tile(StateProducts& products, const state_t* tile,
 #pragma unroll
         for (int i = 0; i < 4; i++)
             weights[m][i] = gates.history[m * 16 + i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2];
-    fold_tile(tile, global, has_state, gates.total, weights, planes, tokens,
+    fold_tile<1>(tile, global, has_state, gates.total, weights, planes, tokens,
               [&](int column, const float(&s0)[LANE_COLUMNS], const float(&s1)[LANE_COLUMNS]) {
                   Piece p0, p1;
 #pragma unroll
