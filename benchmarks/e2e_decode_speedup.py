@@ -59,11 +59,17 @@ def variants(options: argparse.Namespace, max_seq_len: int) -> dict[str, ReplayS
     replay = dataclasses.replace(plain, buffer_len=options.buffer_len, readout_dtype=options.readout_dtype)
     found = {"plain": plain, "replay": replay}
     for text in options.also:
-        state, readout, rounding = text.split(":")
-        found[f"replay-{state}-{readout}-{rounding}"] = dataclasses.replace(
-            replay, state_dtype=state, readout_dtype=readout, state_rounding=rounding
-        )
+        found[f"replay-{text.replace(':', '-')}"] = low_precision(replay, text)
     return found
+
+
+def low_precision(replay: ReplaySettings, text: str) -> ReplaySettings:
+    """`replay` with the formats of an --also."""
+    try:
+        state, readout, rounding = text.split(":")
+    except ValueError:
+        raise ValueError(f"--also takes STATE:READOUT:ROUNDING, such as float16:nvfp4:stochastic, got {text!r}") from None
+    return dataclasses.replace(replay, state_dtype=state, readout_dtype=readout, state_rounding=rounding)
 
 
 def logits_bound(settings: ReplaySettings) -> float:

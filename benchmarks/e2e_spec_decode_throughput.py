@@ -20,7 +20,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from e2e_decode_speedup import logits_bound, split_fields, timing_fields
+from e2e_decode_speedup import logits_bound, low_precision, split_fields, timing_fields
 from e2e_model import Model, load_model
 from e2e_natural import measure_natural
 from e2e_results import E2eResults, add_common_options, device_of, measured_ceiling, model_fields, roofline
@@ -31,7 +31,8 @@ from replayssm.plugins.state import LayerState
 from replayssm.plugins.traffic import traffic_per_token
 
 BENCHMARK = "e2e_spec_decode_throughput"
-VARIANTS = ("plain", "replay", "snapshots", "replay-speculation")
+SPECULATION = "replay-speculation"
+VARIANTS = ("plain", "replay", "snapshots", SPECULATION)
 """Plain and replay decode one token a step; the others verify windows."""
 
 
@@ -44,7 +45,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dataset", type=Path, help="requests as JSON lines, for natural acceptance")
     parser.add_argument("--drafts", "--spec-method", choices=["ngram", "mtp"], default="ngram", help="with --dataset")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="STATE:READOUT:ROUNDING",
+        help="further replay speculation, such as float16:nvfp4:stochastic; may be given several times",
+    )
     options = parser.parse_args(arguments)
+    options.variants += [f"{SPECULATION}-{text.replace(':', '-')}" for text in options.also]
     if not 0 <= options.acceptance <= 1:
         parser.error(f"--acceptance must lie between 0 and 1, got {options.acceptance}")
     if not 1 <= options.draft_len < options.buffer_len:
@@ -63,9 +72,12 @@ def settings_of(variant: str, options: argparse.Namespace, max_seq_len: int) -> 
     window = 1 if variant in ("plain", "replay") else 1 + options.draft_len
     if variant in ("plain", "snapshots"):
         return dataclasses.replace(plain, max_window=window)
-    return dataclasses.replace(
+    replay = dataclasses.replace(
         plain, buffer_len=options.buffer_len, max_window=window, readout_dtype=options.readout_dtype
     )
+    if variant in VARIANTS:
+        return replay
+    return low_precision(replay, variant.removeprefix(f"{SPECULATION}-").replace("-", ":"))
 
 
 def accepted_tokens(steps: int, batch: int, options: argparse.Namespace) -> torch.Tensor:
@@ -153,15 +165,12 @@ def measure(model: Model, batch: int, options: argparse.Namespace, results: E2eR
         order.reverse()
     ceiling = measured_ceiling(device)
     rates = {name: batch * one.tokens / percentile(one.times, 0.5) for name, one in measured.items()}
-    same = agreement(measured)
+    distances = agreement(measured)
     for name, one in measured.items():
         traffic = traffic_per_token(model.geometries, one.settings, one.settings.max_window - 1, one.tokens)
-        moved = {
-            "plain": traffic.plain,
-            "replay": traffic.replay,
-            "snapshots": traffic.snapshot_speculation,
-            "replay-speculation": traffic.replay_speculation,
-        }[name]
+        moved = {"plain": traffic.plain, "replay": traffic.replay, "snapshots": traffic.snapshot_speculation}.get(
+            name, traffic.replay_speculation
+        )
         results.add(
             op="decode_step" if one.settings.max_window == 1 else "verify_step",
             **model_fields(model, one.settings, batch, options),
@@ -180,17 +189,18 @@ def measure(model: Model, batch: int, options: argparse.Namespace, results: E2eR
             **roofline(model, batch * one.settings.max_window, ceiling),
             state_bytes=one.state_bytes,
             gpu_memory_bytes=one.memory_bytes,
-            logits_distance=same,
-            correct=same is None or same < logits_bound(one.settings),
+            logits_distance=distances.get(name),
+            correct=distances.get(name, 0.0) < logits_bound(one.settings),
         )
 
 
-def agreement(measured: dict[str, Measured]) -> float | None:
-    """Relative distance of the two ways of speculating, at the first verify step behind the prompts."""
-    logits = [one.first_logits for one in measured.values() if one.first_logits is not None]
+def agreement(measured: dict[str, Measured]) -> dict[str, float]:
+    """Relative distance of each way of speculating from the first, at the first verify step behind the prompts."""
+    logits = {name: one.first_logits for name, one in measured.items() if one.first_logits is not None}
     if len(logits) < 2:
-        return None
-    return round(float((logits[0] - logits[1]).norm() / logits[1].norm()), 5)
+        return {}
+    first = next(iter(logits.values()))
+    return {name: round(float((own - first).norm() / first.norm()), 5) for name, own in logits.items()}
 
 
 def main(arguments: list[str] | None = None) -> Path:

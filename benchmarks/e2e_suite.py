@@ -20,25 +20,23 @@ from e2e_model import Model, load_model
 from e2e_results import E2eResults, device_of
 from e2e_run import free_memory
 
-LOW = "--num-steps 64 --warmup-steps 16 --also float16:nvfp4:stochastic"
+LOW = "--also float16:nvfp4:stochastic"
+STEPS = "--num-steps 128 --warmup-steps 32"
 SHORT = "--num-steps 64 --warmup-steps 16"
+DRAFTS = f"--batch-size 256 --num-steps 32 --warmup-steps 16 --repeats 1 {LOW}"
 PLANS = {
     "main": (
-        (decode, "--model nano4b --batch-size 256 --num-steps 128 --warmup-steps 32"),
-        (decode, "--model qwen4b --batch-size 256 --num-steps 128 --warmup-steps 32"),
-        (speculation, "--model qwen4b --batch-size 256 --num-steps 32 --warmup-steps 16 --repeats 1"),
-        (speculation, "--model nano4b --batch-size 256 --num-steps 32 --warmup-steps 16 --repeats 1"),
-        (decode, f"--model nano4b --batch-size 512 --batch-size 128 {SHORT}"),
-        (decode, f"--model qwen4b --batch-size 512 --batch-size 128 {SHORT}"),
-        (decode, f"--model qwen4b --batch-size 1 --batch-size 32 {SHORT}"),
-        (decode, f"--model nano4b --batch-size 1 --batch-size 32 {SHORT}"),
+        (decode, f"--model nano4b --batch-size 256 {STEPS} {LOW}"),
+        (speculation, f"--model nano4b {DRAFTS}"),
+        (decode, f"--model qwen4b --batch-size 256 {STEPS} {LOW}"),
+        (speculation, f"--model qwen4b {DRAFTS}"),
     ),
-    "low": (
-        (decode, f"--model nano4b --batch-size 256 {LOW}"),
-        (decode, f"--model qwen4b --batch-size 256 {LOW}"),
+    "batches": (
+        (decode, f"--model nano4b --batch-size 512 --batch-size 128 --batch-size 32 --batch-size 1 {SHORT}"),
+        (decode, f"--model qwen4b --batch-size 512 --batch-size 128 --batch-size 32 --batch-size 1 {SHORT}"),
     ),
 }
-"""(script, options) of each part. Each is expected to take some ten to twenty seconds on an H200."""
+"""(script, options) of each part. Each is expected to take ten to thirty seconds on an H200."""
 
 
 def run_one(script, text: str, common: list[str], models: dict[str, Model]) -> None:

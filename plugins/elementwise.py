@@ -93,20 +93,22 @@ def plan_gated_rms_norm(
 ) -> Launch:
     """out = gated norm of x by z, both [T, n]; weight [n] or [group_size]."""
     columns = x.shape[-1]
-    warps = min(8, -(-group_size // (CHUNK * 32)))
+    chunks = -(-group_size // CHUNK)
+    lanes = min(256, round_up(chunks, 32)) if chunks > 16 else max(2, 1 << (chunks - 1).bit_length())
+    threads = lanes if lanes > 32 else 128
     config = _config(
         "gated_rms_norm",
         x.dtype,
-        128 if warps == 1 else 32 * warps,
+        threads,
         shared=128,
         COLUMNS=columns,
         GROUP_COLUMNS=group_size,
         WEIGHT_COLUMNS=weight.numel(),
-        GROUP_WARPS=warps,
+        LANES=lanes,
         GATE_FIRST=int(gate_first),
     )
     arguments = [x, z, weight, _float_bits(eps), x.stride(0), z.stride(0), out]
-    return Launch(config, arguments, x.shape[0], -(-(columns // group_size) // (4 if warps == 1 else 1)))
+    return Launch(config, arguments, x.shape[0], -(-(columns // group_size) // (threads // lanes)))
 
 
 def plan_norm_rope(

@@ -10,6 +10,9 @@
 constexpr int THREADS = WARPS * 32, HEAD_TILES = (GROUP + 15) / 16;
 constexpr bool PACKED = GROUP <= 16;  // else a tile holds 16 heads of one token
 constexpr int STRIDE = HEAD_DIM + 8, POSITIONS = 16, OUTPUT_TILES = HEAD_DIM / 8;
+constexpr int ROW = KV_HEADS * HEAD_DIM, ROW_CHUNKS = HEAD_DIM / 8;  // of the cache; of one head, 16 bytes each
+constexpr bool WHOLE_ROWS = ROW_CHUNKS <= 32 && 32 % ROW_CHUNKS == 0;  // a warp loads these many rows at once
+constexpr int ROWS_AT_ONCE = WHOLE_ROWS ? 32 / ROW_CHUNKS : POSITIONS;
 
 struct Tile {
     alignas(16) activation_t k[POSITIONS * STRIDE];
@@ -95,15 +98,26 @@ attention_window(
     const float scale = bits_to_float((u32)scale_bits);
 
     auto load = [&](Tile& tile, int base) {
-        for (int i = base <= position ? lane : POSITIONS * (HEAD_DIM / 8); i < POSITIONS * (HEAD_DIM / 8); i += 32) {
-            const int j = i / (HEAD_DIM / 8), offset = i % (HEAD_DIM / 8) * 8, p = base + j;
-            const bool valid = p <= position, cached = p < seq_len;
-            const int own = start + (valid && !cached ? p - seq_len : 0);
-            const long long at = slot + (long long)(cached ? p : 0) * (KV_HEADS * HEAD_DIM) + offset;
-            copy_async_16(tile.k + j * STRIDE + offset,
-                          cached ? k_cache_in + at : k + (long long)own * k_stride + head * HEAD_DIM + offset, valid);
-            copy_async_16(tile.v + j * STRIDE + offset,
-                          cached ? v_cache_in + at : v + (long long)own * v_stride + head * HEAD_DIM + offset, valid);
+        if (WHOLE_ROWS && base + POSITIONS <= seq_len) {  // all of it cached: one address, and distances known here
+            const int row = lane / ROW_CHUNKS, offset = row * STRIDE + lane % ROW_CHUNKS * 8;
+            const long long at = slot + (long long)(base + row) * ROW + lane % ROW_CHUNKS * 8;
+#pragma unroll
+            for (int j = 0; j < POSITIONS; j += ROWS_AT_ONCE) {
+                copy_async_16(tile.k + j * STRIDE + offset, k_cache_in + at + j * ROW, true);
+                copy_async_16(tile.v + j * STRIDE + offset, v_cache_in + at + j * ROW, true);
+            }
+        } else if (base <= position) {
+            for (int i = lane; i < POSITIONS * ROW_CHUNKS; i += 32) {
+                const int j = i / ROW_CHUNKS, offset = i % ROW_CHUNKS * 8, p = base + j;
+                const bool valid = p <= position, cached = p < seq_len;
+                const int own = start + (valid && !cached ? p - seq_len : 0);
+                const long long at = slot + (long long)(cached ? p : 0) * ROW + offset;
+                const activation_t* key = cached ? k_cache_in + at : k + (long long)own * k_stride + head * HEAD_DIM + offset;
+                const activation_t* value =
+                    cached ? v_cache_in + at : v + (long long)own * v_stride + head * HEAD_DIM + offset;
+                copy_async_16(tile.k + j * STRIDE + offset, key, valid);
+                copy_async_16(tile.v + j * STRIDE + offset, value, valid);
+            }
         }
         copy_async_commit();
     };
@@ -139,12 +153,10 @@ attention_window(
         for (int column = 0; column < HEAD_DIM; column += 16) {
             u32 a[4];
             load_matrix_x4(a, shared.q + lane % 16 * STRIDE + column + lane / 16 * 8);
-#pragma unroll
-            for (int n = 0; n < 2; n++) {
-                u32 keys[2];
-                load_matrix_x2(keys, tile.k + (n * 8 + lane % 8) * STRIDE + column + (lane / 8 & 1) * 8);
-                mma_16bit<ACTIVATION_FORMAT>(score[n], a[0], a[1], a[2], a[3], keys[0], keys[1]);
-            }
+            u32 keys[4];
+            load_matrix_x4(keys, tile.k + (lane / 16 * 8 + lane % 8) * STRIDE + column + (lane / 8 & 1) * 8);
+            mma_16bit<ACTIVATION_FORMAT>(score[0], a[0], a[1], a[2], a[3], keys[0], keys[1]);
+            mma_16bit<ACTIVATION_FORMAT>(score[1], a[0], a[1], a[2], a[3], keys[2], keys[3]);
         }
         float correction[2];
 #pragma unroll
@@ -184,14 +196,21 @@ attention_window(
             low[i] = (u32)float_to_activation(x - activation_to_float(x_high)) |
                      (u32)float_to_activation(y - activation_to_float(y_high)) << 16;
         }
+        if (correction[0] != 1.f || correction[1] != 1.f) {  // seldom, once the largest score has been met
 #pragma unroll
-        for (int n = 0; n < OUTPUT_TILES; n++) {
-            u32 values[2];
-            load_matrix_x2_transposed(values, tile.v + lane % 16 * STRIDE + n * 8);
-            sums[n][0] *= correction[0], sums[n][1] *= correction[0];
-            sums[n][2] *= correction[1], sums[n][3] *= correction[1];
+            for (int n = 0; n < OUTPUT_TILES; n++) {
+                sums[n][0] *= correction[0], sums[n][1] *= correction[0];
+                sums[n][2] *= correction[1], sums[n][3] *= correction[1];
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < OUTPUT_TILES; n += 2) {
+            u32 values[4];
+            load_matrix_x4_transposed(values, tile.v + lane % 16 * STRIDE + n * 8 + lane / 16 * 8);
             mma_16bit<ACTIVATION_FORMAT>(sums[n], high[0], high[1], high[2], high[3], values[0], values[1]);
+            mma_16bit<ACTIVATION_FORMAT>(sums[n + 1], high[0], high[1], high[2], high[3], values[2], values[3]);
             mma_16bit<ACTIVATION_FORMAT>(sums[n], low[0], low[1], low[2], low[3], values[0], values[1]);
+            mma_16bit<ACTIVATION_FORMAT>(sums[n + 1], low[0], low[1], low[2], low[3], values[2], values[3]);
         }
     }
     copy_async_wait();

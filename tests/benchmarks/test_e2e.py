@@ -69,11 +69,14 @@ def test_a_variant_that_lost_its_state_is_not_correct(tiny: Path, tmp_path: Path
 
 def test_speculation_lines(tiny: Path, tmp_path: Path) -> None:
     options = ["--model", str(tiny), "--batch-size", "2", "--prompt-len", "6", "--output", str(tmp_path / "out.jsonl")]
-    options += ["--draft-len", "3", "--acceptance", "0.5", "--random-weights"]
+    options += ["--draft-len", "3", "--acceptance", "0.5", "--random-weights", "--also", "float16:float8:stochastic"]
     found = {line["variant"]: line for line in lines(speculation.main([*options, *COMMON]))}
-    assert set(found) == set(speculation.VARIANTS)
+    low = "replay-speculation-float16-float8-stochastic"
+    assert list(found) == [*speculation.VARIANTS, low]
     assert all(line["correct"] and line["random_weights"] for line in found.values())
-    assert [found[name]["window"] for name in speculation.VARIANTS] == [1, 1, 4, 4]
+    assert [line["window"] for line in found.values()] == [1, 1, 4, 4, 4]
+    assert (found[low]["state_dtype"], found[low]["readout_dtype"]) == ("float16", "float8")
+    assert found["replay-speculation"]["logits_distance"] < found[low]["logits_distance"]
     assert found["snapshots"]["acceptance_length"] == found["replay-speculation"]["acceptance_length"] > 1
     line = found["replay-speculation"]
     assert line["tokens_per_s"] == pytest.approx(2e6 * line["acceptance_length"] / line["median_us"], rel=1e-3)
