@@ -132,6 +132,7 @@ def measure(model: Model, batch: int, options: argparse.Namespace, results: E2eR
             fill="desync",
             variant=name,
             **timing_fields(times[name], batch),
+            **run.clock_fields(),
             speedup=round(first / percentile(times[name], 0.5), 4),
             speedup_p10=round(percentile(ratios, 0.1), 4),
             speedup_p90=round(percentile(ratios, 0.9), 4),

@@ -7,6 +7,7 @@ per flush cycle of L steps; rows start at different fill levels, so every cycle 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -67,6 +68,7 @@ class Run:
         self._accepted = None if accepted is None else accepted.to(device)
         self._windows = self._random_tokens(model.vocab_size, 16)
         self.steps = 0
+        self.clocks: list[tuple[int, float]] = []
 
     def _random_tokens(self, vocab_size: int, count: int) -> torch.Tensor:
         shape = (count, self.batch * self.window)
@@ -123,8 +125,22 @@ class Run:
             self.step()
             if (index + 1) % cycle == 0:
                 marks.append(self._mark())
+        self._watch(marks[-2:][0])
         self._synchronize()
         return [_seconds(*pair) / cycle for pair in itertools.pairwise(marks)]
+
+    def _watch(self, mark) -> None:
+        """Add the clock of the multiprocessors (MHz) and the power (W) at `mark`, while steps behind it run."""
+        if self.device.type != "cuda":
+            return
+        mark.synchronize()
+        with contextlib.suppress(ModuleNotFoundError, RuntimeError):  # NVML is absent or does not say
+            self.clocks.append((torch.cuda.clock_rate(self.device), torch.cuda.power_draw(self.device) / 1e3))
+
+    def clock_fields(self) -> dict:
+        """Medians over the pieces that were timed."""
+        names = ("sm_clock_mhz", "power_w")
+        return {name: round(percentile(values, 0.5)) for name, values in zip(names, zip(*self.clocks, strict=True), strict=False)}
 
     def check(self) -> None:
         """RuntimeError if the device refused a row or logits were not finite."""

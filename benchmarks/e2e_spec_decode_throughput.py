@@ -95,6 +95,7 @@ class Measured:
     tokens: float
     times: list[float] = dataclasses.field(default_factory=list)
     split: Split | None = None
+    clock: dict = dataclasses.field(default_factory=dict)
     state_bytes: int = 0
     memory_bytes: int = 0
     commit_copy_us: float | None = None
@@ -127,6 +128,7 @@ def run_turn(
     run.desynchronise(model.vocab_size, cycle)
     run.time(warmup, cycle)
     known.times += run.time(steps, cycle)
+    known.clock = run.clock_fields()
     run.check()
     if profiled:
         known.split = split_time(run, profiled)
@@ -177,6 +179,7 @@ def measure(model: Model, batch: int, options: argparse.Namespace, results: E2eR
             fill="desync",
             variant=name,
             **timing_fields(one.times, batch * one.tokens),
+            **one.clock,
             acceptance_length=round(one.tokens, 4),
             acceptance_forced=options.acceptance,
             drafts="given",

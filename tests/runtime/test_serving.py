@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 
 import pytest
@@ -23,9 +24,13 @@ from replayssm.runtime.serving import (
 from replayssm.runtime.session import Session
 
 
+SMALL_STATE = {"dtype": "float32", "state_dtype": "float16", "state_rounding": "stochastic", "readout_dtype": "float8"}
+
+
+@pytest.mark.parametrize("options", [{}, SMALL_STATE], ids=["float64", "readout"])
 @pytest.mark.parametrize("layout", ["nano", "qwen"])
-def test_slot_bytes_are_what_a_session_allocates(tiny_engine, layout):
-    engine = tiny_engine(layout)
+def test_slot_bytes_are_what_a_session_allocates(tiny_engine, layout, options):
+    engine = tiny_engine(layout, **options)
     total, cache = slot_bytes(engine)
     session = Session(engine, slots=3)
     assert 3 * total == session.state_bytes
@@ -53,6 +58,17 @@ def test_slots_that_fit(tiny_engine, monkeypatch):
     assert 0 < usable_bytes(engine, "cpu", 0.5) < free_bytes("cpu")
     monkeypatch.setattr("replayssm.runtime.serving.free_bytes", lambda device: weights + 100)
     assert usable_bytes(engine, "cpu", 0.5) == 50
+
+
+def test_admission_follows_the_formats_of_the_state(tiny_engine):
+    """A checkpoint of 2 and a readout of 1 byte an element, with a scale of 1 byte a row, instead of 4."""
+    engines = [with_max_seq_len(tiny_engine("nano", **options), 8) for options in ({"dtype": "float32"}, SMALL_STATE)]
+    large, small = (slot_bytes(engine)[0] for engine in engines)
+    states = [spec.geometry for spec in engines[0].networks["main"].states.values() if hasattr(spec.geometry, "dstate")]
+    elements = sum(math.prod(geometry.state_shape) for geometry in states)
+    scales = sum(math.prod(geometry.state_shape[:2]) for geometry in states)
+    assert large - small == elements - scales
+    assert [slots_that_fit(engine, 5 * small, None) for engine in engines] == [4, 5]
 
 
 def test_the_trade_of_length_for_sequences_is_printed(tiny_engine):
