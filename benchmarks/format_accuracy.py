@@ -1,10 +1,11 @@
-"""Exact-match accuracy of every state format on the example models, by simulation on a GPU.
+"""Exact-match accuracy of every state format on the example models.
 
     python benchmarks/format_accuracy.py --layout nemotron-h-tiny [--limit 1024] [--output FILE]
 
-`examples.replay_decode` decodes all problems of a group of tiers at once: replay with L = 16, the prompts folded
-exactly and stored in the format. Differences are against float32 on the same problems; their interval is the normal one
-of paired proportions, 95 %. `benchmarks/accuracy.py` runs an engine instead, one format at a time.
+All problems of a group of tiers are decoded at once, greedily, with L = 16: on a GPU through engines and their kernels,
+and with --simulate, or without a GPU, by `examples.replay_decode`, which also knows a 4-bit state that no engine
+offers. Differences are against float32 on the same problems; their interval is the normal one of paired proportions,
+95 %. `benchmarks/accuracy.py` serves an engine's problems instead, one format at a time.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from e2e_model import Model, load_model  # noqa: E402
 from examples import networks, tasks  # noqa: E402
 from examples.evaluate import wilson  # noqa: E402
 from examples.export import load  # noqa: E402
 from examples.replay import BUFFER_LEN  # noqa: E402
 from examples.replay_decode import ReplayDecoder  # noqa: E402
 from examples.state_formats import StateFormat  # noqa: E402
-from examples.tokenizer import prompt_ids  # noqa: E402
+from examples.tokenizer import END, prompt_ids  # noqa: E402
+
+from replayssm.plugins.contract import STATE_DTYPES, ReplaySettings  # noqa: E402
+from replayssm.runtime.session import Row, Session  # noqa: E402
 
 FORMATS = (
     StateFormat("float32"),
@@ -49,6 +54,7 @@ FORMATS = (
     StateFormat("bfloat16", True),
 )
 
+PREFILL_TOKENS = 8192  # of a step that reads prompts
 # Tiers that are decoded together, and the most tokens an answer may have (an answer of the tiers is never longer).
 GROUPS = ((("long", "tangle"), 704), (("easy", "track", "gsm"), 368), (("recall",), 208))
 
@@ -82,11 +88,51 @@ def compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
 
 
+class EngineDecoder:
+    """As `examples.replay_decode.ReplayDecoder`, with an engine of each format and its operators on `device`."""
+
+    def __init__(
+        self, model: Model, prompts: list[list[int]], new_tokens: int, seed: int, device: torch.device
+    ) -> None:
+        self.model, self.prompts, self.new_tokens, self.seed, self.device = model, prompts, new_tokens, seed, device
+
+    def prefill(self) -> None:
+        """Nothing: every format stores what it makes of the prompts."""
+
+    def decode(self, form: StateFormat) -> list[list[int]]:
+        """Answers (new tokens) to all prompts, each with its <|end|> if it came in time."""
+        settings = ReplaySettings(
+            buffer_len=BUFFER_LEN,
+            max_window=1,
+            max_seq_len=max(map(len, self.prompts)) + self.new_tokens,
+            state_dtype=form.state,
+            state_rounding="stochastic" if form.stochastic else "nearest",
+            readout_dtype=form.readout,
+            u_source=form.u_source,
+            rounding_seed=self.seed,
+        )
+        session = Session(self.model.engine(settings, len(self.prompts)), device=self.device)
+        slots = [session.allocate() for _ in self.prompts]
+        together = max(1, PREFILL_TOKENS // max(map(len, self.prompts)))
+        for start in range(0, len(slots), together):
+            part = slice(start, start + together)
+            pairs = zip(slots[part], self.prompts[part], strict=True)
+            session.step([Row(slot, prompt[:-1], "none") for slot, prompt in pairs])
+        answers: list[list[int]] = [[] for _ in slots]
+        for chosen in session.decode_ahead(slots, [prompt[-1] for prompt in self.prompts], self.new_tokens):
+            for answer, token in zip(answers, chosen, strict=True):
+                if not answer or answer[-1] != END:
+                    answer.append(token)
+            if all(answer[-1] == END for answer in answers):
+                break
+        return answers
+
+
 def describe(layout: str, form: StateFormat, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "format_accuracy",
         "op": "generate",
-        "variant": "ours, simulated",
+        "variant": "ours, simulated" if args.simulate else "ours",
         "model": layout,
         "format": form.name,
         "state_dtype": form.state,
@@ -104,17 +150,27 @@ def describe(layout: str, form: StateFormat, args: argparse.Namespace) -> dict[s
 Answers = Iterator[tuple[StateFormat, list[list[int]], float]]
 
 
+def make_decoder(model: networks.HybridLM | Model, prompts: list[list[int]], new_tokens: int, args: argparse.Namespace):
+    if not args.simulate:
+        return EngineDecoder(model, prompts, new_tokens, args.seed, args.device)
+    wrap = None if args.eager or args.device.type == "cpu" else compiled
+    return ReplayDecoder(model, prompts, new_tokens, args.seed, wrap)
+
+
 def answer(
-    model: networks.HybridLM, problems: list[tasks.Problem], new_tokens: int, tokenizer: Any, args: argparse.Namespace
+    model: networks.HybridLM | Model,
+    problems: list[tasks.Problem],
+    new_tokens: int,
+    tokenizer: Any,
+    args: argparse.Namespace,
 ) -> Answers:
     """(format, answers to all problems, seconds), float32 first; formats for which time runs out are left out."""
     prompts = [prompt_ids(tokenizer, problem.question) for problem in problems]
-    wrap = None if args.eager or args.device == "cpu" else compiled
     answers: dict[StateFormat, list[list[int]]] = {form: [] for form in args.formats}
     seconds = dict.fromkeys(args.formats, 0.0)
     size = args.rows or len(prompts)
     for start in range(0, len(prompts), size):
-        decoder = ReplayDecoder(model, prompts[start : start + size], new_tokens, args.seed, wrap)
+        decoder = make_decoder(model, prompts[start : start + size], new_tokens, args)
         decoder.prefill()
         for form, outputs in answers.items():
             if time.monotonic() > args.deadline:
@@ -166,11 +222,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiers", nargs="+", help="only these of the groups")
     parser.add_argument("--rows", type=int, help="problems at a time; default: all of a group")
     parser.add_argument("--formats", type=int, nargs="+", help="indices into FORMATS; 0 must be the first")
+    parser.add_argument("--examples", type=Path, help="folder of the example checkpoints, where it is not this one's")
     parser.add_argument("--problems", type=Path, help="read the problems from this file")
     parser.add_argument("--write-problems", type=Path, help="only write them")
     parser.add_argument("--stop-after-s", type=float, default=math.inf)
     parser.add_argument("--seed", type=int, default=0, help="of stochastic rounding")
-    parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--simulate", action="store_true", help="PyTorch instead of engines; implied without a GPU")
+    parser.add_argument("--eager", action="store_true", help="with --simulate: do not compile")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--output", type=Path, help="append the lines to this file")
     args = parser.parse_args(arguments)
@@ -193,10 +251,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     from tokenizers import Tokenizer
 
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    folder = ROOT / "examples" / args.layout
+    args.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    args.simulate |= args.device.type == "cpu"
+    folder = (args.examples or ROOT / "examples") / args.layout
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model = load(folder, args.layout, torch.bfloat16).to(args.device)
+    if args.simulate:
+        model = load(folder, args.layout, torch.bfloat16).to(args.device)
+    else:
+        model = load_model(str(folder), args.device)
+        args.formats = [form for form in args.formats if form.state in STATE_DTYPES]
     if args.layout == "nemotron-h-tiny":
         args.formats = [form for form in args.formats if form.u_source == "readout"]
     for index in args.groups:

@@ -6,10 +6,16 @@ import json
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from benchmarks import format_accuracy, state_error
+from benchmarks.e2e_model import load_model
+from examples import tasks
+from examples.export import load
 from examples.replay import BUFFER_LEN
+from examples.replay_decode import ReplayDecoder
 from examples.state_formats import StateFormat
+from examples.tokenizer import prompt_ids
 
 
 def test_paired_difference_by_hand():
@@ -82,3 +88,17 @@ def test_recorded_inputs_are_the_models_own():
     ours = torch.stack([out[layer] for out, _ in state_error.exact(source, 40)])
     # fp32 against fp64.
     assert (ours - y[0]).abs().max() < 1e-5 * y.abs().max()
+
+
+def test_engines_and_simulation_answer_alike():
+    """Prompts of different lengths, over two flushes. Their bf16 sums run in different orders, so that texts may part
+    later on; these do not."""
+    folder = format_accuracy.ROOT / "examples" / "qwen3.5-tiny"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompts = [prompt_ids(tokenizer, problem.question) for problem in tasks.held_out("easy", 2)]
+    cpu = torch.device("cpu")
+    engine = format_accuracy.EngineDecoder(load_model(str(folder), cpu), prompts, 34, 0, cpu)
+    simulated = ReplayDecoder(load(folder, folder.name, torch.bfloat16), prompts, 34)
+    simulated.prefill()
+    for form in (StateFormat("float32"), StateFormat("float16", True, "nvfp4", "checkpoint")):
+        assert engine.decode(form) == simulated.decode(form)
