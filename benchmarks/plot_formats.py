@@ -1,14 +1,7 @@
-"""Draws the two studies of state formats from their result files, and prints the tables of docs/state_formats.md.
-
-* `python benchmarks/plot_formats.py error RESULTS.jsonl docs/state_error.svg`
-* `python benchmarks/plot_formats.py accuracy RESULTS.jsonl... docs/format_accuracy.svg`
-* `python benchmarks/plot_formats.py tables RESULTS.jsonl...`
-"""
+"""Plots and tables of the two studies of state formats; `benchmarks/report.py` calls this."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +10,12 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
+TIERS = ("easy", "long", "track", "gsm", "recall", "tangle")
+
 # Formats that are drawn, in this order: colour, line.
 STYLES = {
+    "bfloat16": ("#bbbbbb", ":"),
+    "bfloat16, stochastic": ("#bbbbbb", "-"),
     "float16": ("#4477aa", ":"),
     "float16, stochastic": ("#4477aa", "-"),
     "float8": ("#cc6677", ":"),
@@ -29,14 +26,11 @@ STYLES = {
     "float16, stochastic, nvfp4 readout, u from checkpoint": ("#117733", "--"),
     "float8, stochastic, nvfp4 readout": ("#882255", "-"),
     "float8, stochastic, nvfp4 readout, u from checkpoint": ("#882255", "--"),
+    "float32, nvfp4 readout": ("#000000", ":"),
 }
 
 
-def read(paths: list[str]) -> list[dict[str, Any]]:
-    return [json.loads(line) for path in paths for line in Path(path).read_text(encoding="utf-8").splitlines()]
-
-
-def draw_error(lines: list[dict[str, Any]], output: str) -> None:
+def draw_error(lines: list[dict[str, Any]], output: Path) -> None:
     """A column per source of inputs; above the checkpoint's error, below that of outputs."""
     sources = list(dict.fromkeys(line["geometry"] for line in lines))
     figure, axes = plt.subplots(2, len(sources), figsize=(2.6 * len(sources), 5.6), sharex=True, sharey="row")
@@ -62,7 +56,7 @@ def draw_error(lines: list[dict[str, Any]], output: str) -> None:
     figure.savefig(output, metadata={"Date": None})
 
 
-def draw_accuracy(lines: list[dict[str, Any]], output: str) -> None:
+def draw_accuracy(lines: list[dict[str, Any]], output: Path) -> None:
     """Change against float32 in points with its interval: a panel per model, a row per format, a mark per tier."""
     models = list(dict.fromkeys(line["model"] for line in lines))
     formats = [name for name in STYLES if any(line["format"] == name for line in lines)]
@@ -92,10 +86,9 @@ def draw_accuracy(lines: list[dict[str, Any]], output: str) -> None:
     figure.savefig(output, metadata={"Date": None})
 
 
-def tables(lines: list[dict[str, Any]]) -> str:
-    """Errors by format and source, then changes of accuracy by format, model and tier, as Markdown."""
+def error_table(lines: list[dict[str, Any]]) -> str:
+    """Errors of state and outputs by format and source, as Markdown."""
     errors = [line for line in lines if line["benchmark"] == "state_error"]
-    accuracy = [line for line in lines if line["benchmark"] == "format_accuracy"]
     sources = list(dict.fromkeys(line["geometry"] for line in errors))
     text = [f"| format | {' | '.join(sources)} |", "|---" * (1 + len(sources)) + "|"]
     for name in ("float32", *STYLES):
@@ -103,34 +96,46 @@ def tables(lines: list[dict[str, Any]]) -> str:
         if own:
             cells = [f"{own[s]['state_error'][-1]:.1e} / {own[s]['value']:.1e}" if s in own else "" for s in sources]
             text.append(f"| {name} | {' | '.join(cells)} |")
-    columns = list(dict.fromkeys((line["model"], line["tier"]) for line in accuracy))
-    bases = {(line["model"], line["tier"]): line for line in accuracy if line["format"] == "float32"}
-    titles = [f"{model}, {tier}: {bases[model, tier]['value']:.1%}" for model, tier in columns]
-    text += ["", f"| format | {' | '.join(titles)} |", "|---" * (1 + len(columns)) + "|"]
-    for name in STYLES:
-        own = {(line["model"], line["tier"]): line for line in accuracy if line["format"] == name}
-        if own:
-            text.append(f"| {name} | {' | '.join(_change(own.get(column)) for column in columns)} |")
+    return "\n".join(text) + "\n"
+
+
+def accuracy_table(lines: list[dict[str, Any]]) -> str:
+    """Change of right answers as Markdown: a table for each model, of formats by tiers."""
+    text = []
+    for model in sorted({line["model"] for line in lines}):
+        own = [line for line in lines if line["model"] == model]
+        tiers = [tier for tier in TIERS if any(line["tier"] == tier for line in own)]
+        bases = {line["tier"]: line["value"] for line in own if line["format"] == "float32"}
+        titles = [f"{tier}: {bases[tier]:.1%}" for tier in tiers]
+        text += [f"| {model} | {' | '.join(titles)} |", "|---" * (1 + len(tiers)) + "|"]
+        for name in STYLES:
+            found = {line["tier"]: line for line in own if line["format"] == name}
+            if found:
+                simulated = " (simulated)" if all("simulated" in line["variant"] for line in found.values()) else ""
+                cells = [_change(found[tier]) if tier in found else "" for tier in tiers]
+                text.append(f"| {name}{simulated} | {' | '.join(cells)} |")
+        text.append("")
     return "\n".join(text)
 
 
-def _change(line: dict[str, Any] | None) -> str:
-    if line is None:
-        return ""
+def _change(line: dict[str, Any]) -> str:
     low, high = (100 * bound for bound in line["difference_interval_95"])
     return f"{100 * line['difference']:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
-def main(arguments: list[str]) -> None:
-    if len(arguments) < 2 or arguments[0] not in ("error", "accuracy", "tables"):
-        sys.exit(__doc__)
-    if arguments[0] == "tables":
-        print(tables(read(arguments[1:])))
-        return
+def main(lines: list[dict[str, Any]], docs: Path) -> None:
+    """Draw both studies and write their tables into docs/state_formats.md."""
     matplotlib.rcParams["svg.hashsalt"] = "replayssm"
-    draw = draw_error if arguments[0] == "error" else draw_accuracy
-    draw(read(arguments[1:-1]), arguments[-1])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    errors = [line for line in lines if line["benchmark"] == "state_error"]
+    accuracy = [line for line in lines if line["benchmark"] == "format_accuracy"]
+    draw_error(errors, docs / "state_error.svg")
+    draw_accuracy(accuracy, docs / "format_accuracy.svg")
+    page = docs / "state_formats.md"
+    text = page.read_text(encoding="utf-8")
+    for name, table in (("accuracy", accuracy_table(accuracy)), ("errors", error_table(errors))):
+        begin, end = f"<!-- {name} begins -->\n", f"<!-- {name} ends -->\n"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"{page} must hold the marks {begin.strip()!r} and {end.strip()!r} once")
+        before, rest = text.split(begin)
+        text = before + begin + "\n" + table + "\n" + end + rest.split(end)[1]
+    page.write_text(text, encoding="utf-8")

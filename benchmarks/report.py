@@ -1,4 +1,4 @@
-"""Writes docs/results.md and its plots from benchmarks/results: `python benchmarks/report.py`.
+"""Writes docs/results.md, the tables of docs/state_formats.md and all plots: `python benchmarks/report.py`.
 
 Every figure of ours in the page comes from a result line; the newest line of a condition counts. Published figures are
 those of the ReplaySSM experiments that this project repeats.
@@ -38,7 +38,7 @@ def read_lines(folder: Path) -> list[Line]:
     """All result lines, older ones of the same condition left out."""
     kept: dict[tuple, Line] = {}
     keys = ("benchmark", "op", "geometry", "model", "batch", "window", "state_dtype", "state_rounding", "readout_dtype")
-    keys += ("L", "fill", "variant", "layers", "tier", "gpu", "engine", "draft_len", "context")
+    keys += ("L", "fill", "variant", "layers", "tier", "gpu", "engine", "draft_len", "context", "format")
     for path in sorted(folder.glob("*.jsonl")):
         for text in path.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
@@ -133,6 +133,18 @@ def step_table(lines: list[Line]) -> str:
     head = ["model", "state", "plain ms", "replay ms", "speedup (p10 to p90)", "by kernel times", "traffic model"]
     head.append("published")
     return table([*head, "replay tokens/s", "logits agree"], rows)
+
+
+def batch_table(lines: list[Line]) -> str:
+    """Published speedups of a whole step by batch, and ours."""
+    found = [line for line in longest_contexts(decode_lines(lines)) if line["variant"] == "replay"]
+    rows = []
+    for name, published in PUBLISHED_STEPS.items():
+        own = [line for line in found if line["geometry"] == name]
+        for title, layers in sorted({(model_of(line), line["layers"]) for line in own}) or [(NAMES[name], None)]:
+            ours = {line["batch"]: f"{line['speedup']:.2f}" for line in own if line["layers"] == layers}
+            rows.append([title, *(f"{published[batch]:.2f}, {ours.get(batch, 'not run')}" for batch in published)])
+    return table(["published, ours", *(f"batch {batch}" for batch in PUBLISHED_STEPS["nano4b"])], rows)
 
 
 def kernel_us(line: Line) -> float:
@@ -250,32 +262,25 @@ def traffic_table() -> str:
     return table(head, rows)
 
 
-def accuracy_table(lines: list[Line]) -> str:
+def precision_table(lines: list[Line]) -> str:
+    """Right answers with float32 and what other formats change, of the formats that the published experiment had."""
+    names = ("float32", "nvfp4", "float16, stochastic, nvfp4 readout", "float8, stochastic, nvfp4 readout")
+    found = select(lines, benchmark="format_accuracy")
     rows = []
-    for line in select(lines, benchmark="accuracy"):
-        if line.get("tier") not in ("long", "track", "hard") or line.get("count", 0) < 100:
-            continue
-        low, high = line["interval_95"]
-        state = f"{line['state_dtype']}, {line.get('readout_dtype') or 'same'}"
-        state += f", {line['state_rounding']}" if line.get("state_rounding") not in (None, "nearest") else ""
-        rows.append(
-            [
-                line["model"],
-                line["variant"],
-                state,
-                line["tier"],
-                f"{100 * line['value']:.1f} % ({100 * low:.1f} to {100 * high:.1f})",
-            ]
-        )
-    head = ["model", "variant", "state, readout", "problems", "answers right (95 %)"]
-    return table(head, sorted(rows))
+    for model, tier in sorted({(line["model"], line["tier"]) for line in found}):
+        own = {line["format"]: line for line in select(found, model=model, tier=tier)}
+        if names[0] in own and len(own) > 1:
+            cells = [f"{100 * own[name]['difference']:+.1f}" if name in own else "" for name in names[1:]]
+            rows.append([model, tier, own[names[0]]["count"], f"{100 * own[names[0]]['value']:.1f} %", *cells])
+    head = ["model", "problems", "of them", "right with float32", "one nvfp4 copy", "fp16 and nvfp4 readout"]
+    return table([*head, "fp8 and nvfp4 readout"], rows)
 
 
 def longest_contexts(lines: Iterable[Line]) -> list[Line]:
     """One line for each model, batch and variant: that of the longest run."""
     kept: dict[tuple, Line] = {}
     for line in lines:
-        key = (line["geometry"], line["batch"], line["variant"])
+        key = (line["geometry"], line["layers"], line["batch"], line["variant"])
         if key not in kept or kept[key]["context"][1] < line["context"][1]:
             kept[key] = line
     return list(kept.values())
@@ -297,11 +302,12 @@ def render(lines: list[Line]) -> str:
     parts = {
         "kernels": kernel_table(lines),
         "steps": step_table(lines),
+        "batches": batch_table(lines),
         "split": split_table(lines),
         "speculation": speculation_table(lines),
         "sessions": sessions_table(),
         "traffic": traffic_table(),
-        "accuracy": accuracy_table(lines),
+        "precision": precision_table(lines),
         "provenance": provenance(lines),
     }
     for name, text in parts.items():
@@ -313,12 +319,19 @@ def render(lines: list[Line]) -> str:
 
 
 def main(results: Path = ROOT / "results", docs: Path = ROOT.parent / "docs") -> None:
-    from report_plots import plot_batches, plot_split  # here: the page itself needs no matplotlib
+    # Here, because the page itself needs no matplotlib.
+    import plot_formats
+    import plot_kernels
+    import plot_traffic
+    from report_plots import plot_batches, plot_split
 
     lines = read_lines(results)
     decode = longest_contexts(line for line in decode_lines(lines) if line["layers"] == line["layers_total"])
     plot_batches(decode, PUBLISHED_STEPS, NAMES, docs / "decode_speedup.svg")
     plot_split(decode, NAMES, docs / "decode_split.svg")
+    plot_kernels.main(str(docs / "kernels.svg"))
+    plot_traffic.main(str(docs / "traffic.svg"))
+    plot_formats.main(lines, docs)
     (docs / "results.md").write_text(render(lines), encoding="utf-8")
 
 
