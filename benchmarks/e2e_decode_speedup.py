@@ -201,7 +201,7 @@ def main(arguments: list[str] | None = None) -> Path:
     results = E2eResults(BENCHMARK, options)
     for batch in options.batch_size:
         measure(model, batch, options, results)
-    return results.path
+    return results.close()
 
 
 if __name__ == "__main__":

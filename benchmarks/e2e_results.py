@@ -36,6 +36,7 @@ def add_common_options(parser: argparse.ArgumentParser, batch_sizes: list[int], 
     add("--seed", type=int, default=0)
     add("--no-profile", action="store_true", help="do not split the step time by kernels")
     add("--output", type=Path, help="file of result lines; default benchmarks/results/<benchmark>-<gpu>-<date>.jsonl")
+    add("--plot", type=Path, help="also draw the run's lines, as SVG")
     parser.set_defaults(default_batch_sizes=batch_sizes)
 
 
@@ -49,7 +50,7 @@ class E2eResults:
     """Appends one JSON object per figure and prints a short line."""
 
     def __init__(self, benchmark: str, options: argparse.Namespace) -> None:
-        self.benchmark = benchmark
+        self.benchmark, self.plot, self.lines = benchmark, options.plot, []
         if device_of(options).type == "cuda":
             self.environment = environment()
         else:
@@ -62,6 +63,7 @@ class E2eResults:
 
     def add(self, **fields) -> dict:
         line = {"benchmark": self.benchmark, **fields, **self.environment}
+        self.lines.append(line)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         split = {
@@ -74,6 +76,15 @@ class E2eResults:
             flush=True,
         )
         return line
+
+
+    def close(self) -> Path:
+        """Draw what was asked for; returns the file of lines."""
+        if self.plot is not None:
+            from report_plots import plot_run  # here: only this needs matplotlib
+
+            plot_run(self.lines, self.plot)
+        return self.path
 
 
 def model_fields(model: Model, settings: ReplaySettings, batch: int, options: argparse.Namespace) -> dict:

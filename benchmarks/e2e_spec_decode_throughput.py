@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> Path:
             measure_natural(model, batch, settings_of, options, results)
         else:
             measure(model, batch, options, results)
-    return results.path
+    return results.close()
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--state-dtype", default="float32", help="vLLM's mamba_ssm_cache_dtype; default float32")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, help="also draw the run's lines, as SVG")
     parser.add_argument("--output", type=Path)
     parser.set_defaults(default_batch_sizes=[256])
     return parser.parse_args(arguments)
@@ -101,7 +102,7 @@ def main(arguments: list[str] | None = None) -> Path:
                 context=[options.prompt_len, options.prompt_len + options.num_steps + 8],
                 correct=True,
             )
-    return results.path
+    return results.close()
 
 
 if __name__ == "__main__":

@@ -48,6 +48,33 @@ def plot_batches(lines: list[dict], published: dict, names: dict[str, str], path
     plt.close(figure)
 
 
+def plot_run(lines: list[dict], path: Path) -> None:
+    """One run of an end-to-end script: tokens per second of every variant, and where its step goes if that is known."""
+    plt.rcParams.update(STYLE)
+    size = (9.0, 1.2 + 0.4 * len(lines))
+    figure, (left, right) = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+    places = range(len(lines))
+    labels = [f"{x['geometry']}, batch {x['batch']}\n{x['variant']}" for x in lines]
+    bars = left.barh(places, [x["tokens_per_s"] for x in lines], color="#2f7ed8")
+    left.bar_label(bars, [f" {x['tokens_per_s']:,.0f} ({x['speedup']:.2f}x)" for x in lines], fontsize=8)
+    left.margins(x=0.35)
+    left.set_xlabel("tokens per second")
+    left.set_yticks(places, labels)
+    left.invert_yaxis()
+    for place, line in enumerate(lines):
+        start = 0.0
+        for kind, color in KINDS.items():
+            width = line.get("split_us", {}).get(kind, 0.0) / 1e3
+            right.barh(place, width, left=start, color=color, label=kind if place == 0 else None)
+            start += width
+    right.set_xlabel("ms per step, kernels")
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside upper center", ncols=len(KINDS), frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
 def plot_split(lines: list[dict], names: dict[str, str], path: Path) -> None:
     """Where the time of a step goes at batch 256, and the roofline of its matrix products."""
     plt.rcParams.update(STYLE)

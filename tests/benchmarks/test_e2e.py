@@ -41,7 +41,9 @@ def tiny(tiny_checkpoint) -> Path:
 
 def test_decode_lines(tiny: Path, tmp_path: Path) -> None:
     options = ["--model", str(tiny), "--batch-size", "3", "--prompt-len", "6", "--output", str(tmp_path / "out.jsonl")]
-    path = decode.main([*options, *COMMON, "--also", "float16:float8:stochastic"])
+    plot = tmp_path / "run.svg"
+    path = decode.main([*options, *COMMON, "--also", "float16:float8:stochastic", "--plot", str(plot)])
+    assert "replay-float16-float8-stochastic" in plot.read_text()
     found = {line["variant"]: line for line in lines(path)}
     assert list(found) == ["plain", "replay", "replay-float16-float8-stochastic"]
     assert all(line["correct"] and not line["random_weights"] for line in found.values())
@@ -49,7 +51,7 @@ def test_decode_lines(tiny: Path, tmp_path: Path) -> None:
     assert found["plain"]["speedup"] == 1.0
     assert found["replay"]["logits_distance"] < 0.1 < found["plain"]["logits_distance_without_context"]
     for line in found.values():
-        assert line["tokens_per_s"] == pytest.approx(3e6 / line["median_us"], rel=1e-3)
+        assert line["tokens_per_s"] == pytest.approx(3e6 / line["median_us"], abs=0.1)  # it has one digit
 
 
 def test_a_variant_that_lost_its_state_is_not_correct(tiny: Path, tmp_path: Path, monkeypatch) -> None:
@@ -79,7 +81,7 @@ def test_speculation_lines(tiny: Path, tmp_path: Path) -> None:
     assert found["replay-speculation"]["logits_distance"] < found[low]["logits_distance"]
     assert found["snapshots"]["acceptance_length"] == found["replay-speculation"]["acceptance_length"] > 1
     line = found["replay-speculation"]
-    assert line["tokens_per_s"] == pytest.approx(2e6 * line["acceptance_length"] / line["median_us"], rel=1e-3)
+    assert line["tokens_per_s"] == pytest.approx(2e6 * line["acceptance_length"] / line["median_us"], rel=1e-3, abs=0.1)
     with pytest.raises(ValueError, match="prompts must be longer than a window of 4"):
         speculation.main([*options, *COMMON, "--prompt-len", "4"])
 
