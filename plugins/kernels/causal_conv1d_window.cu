@@ -10,7 +10,6 @@ typedef float weight_t;
 typedef u16 weight_t;
 #endif
 constexpr int THREADS = 128;
-constexpr int AHEAD = MAX_WINDOW < 8 ? MAX_WINDOW : 8;  // inputs on their way
 
 DEVICE float weight_to_float(weight_t value) {
     if constexpr (WEIGHT_FORMAT == FORMAT_FP32) return (float)value;
@@ -44,19 +43,19 @@ causal_conv1d_window(
     const int* state_batch_indices, int num_tokens, int num_slots, int max_seq_len, int x_stride, int ring_stride,
     activation_t* out, activation_t* ring, int* error_flag) {
     const int channel = ((int)blockIdx.x * THREADS + (int)threadIdx.x) * 8;
-    if (channel >= CHANNELS) return;
-    float taps[8 * TAPS], offset[8] = {};
-    load_weights<8 * TAPS>(weight + channel * TAPS, taps);  // first, because they wait for nothing
-    if constexpr (HAS_BIAS) load_weights<8>(bias + channel, offset);
     const Row row = read_row(blockIdx.y, seq_lens, window_starts, window_lens, state_batch_indices, num_tokens,
                              num_slots, max_seq_len, nullptr, 0, 0);
     if (row.error && blockIdx.x == 0 && blockIdx.z == 0 && threadIdx.x == 0) atomic_or(error_flag, row.error);
+    if (channel >= CHANNELS) return;
     if (!row.active) {
         if (row.in_range)
             for (int w = blockIdx.z; w < row.length; w += (int)gridDim.z)
                 *(uint4*)(out + (long long)(row.start + w) * CHANNELS + channel) = make_uint4(0, 0, 0, 0);
         return;
     }
+    float taps[8 * TAPS], offset[8] = {};
+    load_weights<8 * TAPS>(weight + channel * TAPS, taps);
+    if constexpr (HAS_BIAS) load_weights<8>(bias + channel, offset);
     const activation_t* inputs = x + (long long)row.start * x_stride + channel;
     const activation_t* history = ring_in + (long long)row.slot * ring_stride + channel;
     activation_t* appended = ring + (long long)row.slot * ring_stride + channel;
@@ -74,15 +73,8 @@ causal_conv1d_window(
                 past[i] = *(const uint4*)(history + p % CONV_RING_LEN * CHANNELS);
         }
         const int end = begin + CHUNK < row.length ? begin + CHUNK : row.length;
-        uint4 coming[AHEAD];  // before anything is stored, which could change them as far as the compiler knows
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++)
-            if (begin + i < end) coming[i] = *(const uint4*)(inputs + (long long)(begin + i) * x_stride);
         for (int w = begin; w < end; w++) {
-            const uint4 now = coming[0];
-#pragma unroll
-            for (int i = 0; i < AHEAD - 1; i++) coming[i] = coming[i + 1];
-            if (w + AHEAD < end) coming[AHEAD - 1] = *(const uint4*)(inputs + (long long)(w + AHEAD) * x_stride);
+            const uint4 now = *(const uint4*)(inputs + (long long)w * x_stride);
             float sum[8] = {};
 #pragma unroll
             for (int k = 0; k < TAPS; k++) {
