@@ -23,7 +23,7 @@ from e2e_run import free_memory
 LOW = "--also float16:nvfp4:stochastic"
 STEPS = "--num-steps 128 --warmup-steps 32"
 SHORT = "--num-steps 64 --warmup-steps 16"
-DRAFTS = f"--batch-size 256 --num-steps 32 --warmup-steps 16 --repeats 1 {LOW}"
+DRAFTS = f"--batch-size 256 --num-steps 96 --warmup-steps 16 --repeats 1 {LOW}"
 PLANS = {
     "main": (
         (decode, f"--model nano4b --batch-size 256 {STEPS} {LOW}"),

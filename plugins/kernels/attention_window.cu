@@ -148,16 +148,23 @@ attention_window(
         copy_async_wait_but_last();
         sync_warp();
         const Tile& tile = shared.tiles[warp][stage];
-        float score[2][4] = {};
+        // Two sums of each score, over every other 16 columns: one product need not wait for the one before it.
+        float parts[2][2][4] = {};
 #pragma unroll 4
-        for (int column = 0; column < HEAD_DIM; column += 16) {
-            u32 a[4];
-            load_matrix_x4(a, shared.q + lane % 16 * STRIDE + column + lane / 16 * 8);
-            u32 keys[4];
-            load_matrix_x4(keys, tile.k + (lane / 16 * 8 + lane % 8) * STRIDE + column + (lane / 8 & 1) * 8);
-            mma_16bit<ACTIVATION_FORMAT>(score[0], a[0], a[1], a[2], a[3], keys[0], keys[1]);
-            mma_16bit<ACTIVATION_FORMAT>(score[1], a[0], a[1], a[2], a[3], keys[2], keys[3]);
+        for (int column = 0; column < HEAD_DIM; column += 32) {
+#pragma unroll
+            for (int odd = 0; odd < 2 && column + odd * 16 < HEAD_DIM; odd++) {
+                u32 a[4], keys[4];
+                const int at = column + odd * 16;
+                load_matrix_x4(a, shared.q + lane % 16 * STRIDE + at + lane / 16 * 8);
+                load_matrix_x4(keys, tile.k + (lane / 16 * 8 + lane % 8) * STRIDE + at + (lane / 8 & 1) * 8);
+                mma_16bit<ACTIVATION_FORMAT>(parts[odd][0], a[0], a[1], a[2], a[3], keys[0], keys[1]);
+                mma_16bit<ACTIVATION_FORMAT>(parts[odd][1], a[0], a[1], a[2], a[3], keys[2], keys[3]);
+            }
         }
+        float score[2][4];
+#pragma unroll
+        for (int i = 0; i < 8; i++) score[i / 4][i % 4] = parts[0][i / 4][i % 4] + parts[1][i / 4][i % 4];
         float correction[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -203,14 +210,23 @@ attention_window(
                 sums[n][2] *= correction[1], sums[n][3] *= correction[1];
             }
         }
+        constexpr int TOGETHER = OUTPUT_TILES % 4 ? 2 : 4;  // products that do not wait for each other
 #pragma unroll
-        for (int n = 0; n < OUTPUT_TILES; n += 2) {
-            u32 values[4];
-            load_matrix_x4_transposed(values, tile.v + lane % 16 * STRIDE + n * 8 + lane / 16 * 8);
-            mma_16bit<ACTIVATION_FORMAT>(sums[n], high[0], high[1], high[2], high[3], values[0], values[1]);
-            mma_16bit<ACTIVATION_FORMAT>(sums[n + 1], high[0], high[1], high[2], high[3], values[2], values[3]);
-            mma_16bit<ACTIVATION_FORMAT>(sums[n], low[0], low[1], low[2], low[3], values[0], values[1]);
-            mma_16bit<ACTIVATION_FORMAT>(sums[n + 1], low[0], low[1], low[2], low[3], values[2], values[3]);
+        for (int n = 0; n < OUTPUT_TILES; n += TOGETHER) {
+            u32 values[TOGETHER / 2][4];
+#pragma unroll
+            for (int i = 0; i < TOGETHER; i += 2)
+                load_matrix_x4_transposed(values[i / 2], tile.v + lane % 16 * STRIDE + (n + i) * 8 + lane / 16 * 8);
+#pragma unroll
+            for (int i = 0; i < TOGETHER; i++) {
+                const u32* v = values[i / 2] + i % 2 * 2;
+                mma_16bit<ACTIVATION_FORMAT>(sums[n + i], high[0], high[1], high[2], high[3], v[0], v[1]);
+            }
+#pragma unroll
+            for (int i = 0; i < TOGETHER; i++) {
+                const u32* v = values[i / 2] + i % 2 * 2;
+                mma_16bit<ACTIVATION_FORMAT>(sums[n + i], low[0], low[1], low[2], low[3], v[0], v[1]);
+            }
         }
     }
     copy_async_wait();
@@ -227,22 +243,28 @@ attention_window(
                 make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
     }
     sync_threads();
-    for (int i = tid; i < 16 * HEAD_DIM; i += THREADS) {
-        const int r = i / HEAD_DIM, d = i % HEAD_DIM;
+    for (int i = tid; i < 16 * HEAD_DIM / 4; i += THREADS) {
+        const int r = i / (HEAD_DIM / 4), d = i % (HEAD_DIM / 4) * 4;
         const Query query = tile_query(tile_index, first_head, r, length);
         if (!query.valid) break;
         float top = shared.largest[0][r];
 #pragma unroll
         for (int w = 1; w < WARPS; w++) top = fmaxf(top, shared.largest[w][r]);
-        float sum = 0.f, weight = 0.f;
+        float sum[4] = {}, weight = 0.f;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             const float share = expf(shared.largest[w][r] - top);
-            sum += share * shared.sums[w][r][d];
+            const float4 part = *(const float4*)&shared.sums[w][r][d];
+            sum[0] += share * part.x, sum[1] += share * part.y, sum[2] += share * part.z, sum[3] += share * part.w;
             weight += share * shared.total[w][r];
         }
         const long long at = ((long long)(start + query.token) * KV_HEADS + head) * GROUP + query.head;
-        out[at * HEAD_DIM + d] = float_to_activation(sum / weight);
+        u32 packed[2];
+#pragma unroll
+        for (int e = 0; e < 4; e += 2)
+            packed[e / 2] = (u32)float_to_activation(sum[e] / weight) | (u32)float_to_activation(sum[e + 1] / weight)
+                                                                            << 16;
+        *(uint2*)(out + at * HEAD_DIM + d) = make_uint2(packed[0], packed[1]);
     }
     // Each token is stored by the tile of its first query.
     if (first_head) return;
