@@ -68,7 +68,9 @@ def low_precision(replay: ReplaySettings, text: str) -> ReplaySettings:
     try:
         state, readout, rounding = text.split(":")
     except ValueError:
-        raise ValueError(f"--also takes STATE:READOUT:ROUNDING, such as float16:nvfp4:stochastic, got {text!r}") from None
+        raise ValueError(
+            f"--also takes STATE:READOUT:ROUNDING, such as float16:nvfp4:stochastic, got {text!r}"
+        ) from None
     return dataclasses.replace(replay, state_dtype=state, readout_dtype=readout, state_rounding=rounding)
 
 

@@ -77,7 +77,6 @@ class E2eResults:
         )
         return line
 
-
     def close(self) -> Path:
         """Draw what was asked for; returns the file of lines."""
         if self.plot is not None:

@@ -139,8 +139,10 @@ class Run:
 
     def clock_fields(self) -> dict:
         """Medians over the pieces that were timed."""
-        names = ("sm_clock_mhz", "power_w")
-        return {name: round(percentile(values, 0.5)) for name, values in zip(names, zip(*self.clocks, strict=True), strict=False)}
+        if not self.clocks:
+            return {}
+        clocks, power = zip(*self.clocks, strict=True)
+        return {"sm_clock_mhz": percentile(clocks, 0.5), "power_w": round(percentile(power, 0.5))}
 
     def check(self) -> None:
         """RuntimeError if the device refused a row or logits were not finite."""

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from e2e_model import Model, load_model  # noqa: E402
+
 from examples import networks, tasks  # noqa: E402
 from examples.evaluate import wilson  # noqa: E402
 from examples.export import load  # noqa: E402
@@ -33,7 +34,6 @@ from examples.replay import BUFFER_LEN  # noqa: E402
 from examples.replay_decode import ReplayDecoder  # noqa: E402
 from examples.state_formats import StateFormat  # noqa: E402
 from examples.tokenizer import END, prompt_ids  # noqa: E402
-
 from replayssm.plugins.contract import STATE_DTYPES, ReplaySettings  # noqa: E402
 from replayssm.runtime.session import Row, Session  # noqa: E402
 

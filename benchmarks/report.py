@@ -139,11 +139,11 @@ def batch_table(lines: list[Line]) -> str:
     """Published speedups of a whole step by batch, and ours."""
     found = [line for line in longest_contexts(decode_lines(lines)) if line["variant"] == "replay"]
     rows = []
-    for name, published in PUBLISHED_STEPS.items():
+    for name, known in PUBLISHED_STEPS.items():
         own = [line for line in found if line["geometry"] == name]
         for title, layers in sorted({(model_of(line), line["layers"]) for line in own}) or [(NAMES[name], None)]:
             ours = {line["batch"]: f"{line['speedup']:.2f}" for line in own if line["layers"] == layers}
-            rows.append([title, *(f"{published[batch]:.2f}, {ours.get(batch, 'not run')}" for batch in published)])
+            rows.append([title, *(f"{known[batch]:.2f}, {ours.get(batch, 'not run')}" for batch in known)])
     return table(["published, ours", *(f"batch {batch}" for batch in PUBLISHED_STEPS["nano4b"])], rows)
 
 

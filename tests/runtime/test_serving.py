@@ -23,7 +23,6 @@ from replayssm.runtime.serving import (
 )
 from replayssm.runtime.session import Session
 
-
 SMALL_STATE = {"dtype": "float32", "state_dtype": "float16", "state_rounding": "stochastic", "readout_dtype": "float8"}
 
 
