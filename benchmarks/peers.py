@@ -55,8 +55,8 @@ def mamba2_peers(layer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
 
 
 GDN_CONFIGS = ((8, 1, False), (8, 1, True), (16, 1, True), (16, 2, True), (32, 2, True), (32, 4, True))
-"""(rows per program, warps, whether the state is rewritten in place) of the fused recurrent kernel; the first is what its
-own launcher does."""
+"""(rows per program, warps, whether the state is rewritten in place) of the fused recurrent kernel; the first is what
+its own launcher does."""
 
 
 def gdn_peers(layer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:

@@ -317,7 +317,7 @@ def _default_cta_rows(kernel: str, candidates: list[int], row_bytes: int) -> int
 def _ahead_rows(limits: Architecture, ctas_per_sm: int, blocks_per_row: int, tile_bytes: int) -> int:
     """Rows of the batch by which a block looks ahead: just beyond the blocks that run at once. 0 where their tiles,
     passing through the second-level cache, would fill most of it. H200, decode, batch 256, fp32, desynchronised:
-    super120b 326 us at 0, 291 at 4 and 6, 296 at 8, 303 at 12; qwen122b (decode kernel) 297 at 0, 292 at 4, 291 at 7."""
+    super120b 326 us at 0, 291 at 4 and 6, 296 at 8, 303 at 12; qwen122b 297 at 0, 292 at 4, 291 at 7, 293 at 8."""
     ahead = -(-limits.multiprocessors * ctas_per_sm * 5 // (blocks_per_row * 4))
     return ahead if ahead * blocks_per_row * tile_bytes <= limits.l2_mib << 19 else 0
 
