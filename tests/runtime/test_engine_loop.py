@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from replayssm.runtime.engine_loop import EngineLoop, NotServingError
+from replayssm.runtime.errors import RankLostError
 from replayssm.runtime.generation import generate
 from replayssm.runtime.logits_processor import LogitsProcessor
 from replayssm.runtime.requests import Request
@@ -122,6 +123,30 @@ def test_questions_are_answered_between_steps(make_loop):
     loop.stop()
     with pytest.raises(NotServingError, match="shutting down"):
         loop.ask(lambda: 1)
+
+
+def test_a_lost_rank_ends_the_loop(make_loop):
+    """No later step could succeed, so the loop says that it serves no more."""
+    loop = make_loop(slots=1)
+    step, done = loop.scheduler.session.step, []
+
+    def lose(rows):
+        if len(done) == 2:
+            raise RankLostError("rank 1 of 2 ended")
+        done.append(rows)
+        return step(rows)
+
+    loop.scheduler.session.step = lose
+    requests = [request_and_end(loop, count=9) for _ in range(2)]
+    loop.submit([request for request, _ in requests])
+    for request, ended in requests:
+        assert ended.get(timeout=WAIT_S) == "error"
+        assert request.error == "rank 1 of 2 ended"
+    loop._thread.join(WAIT_S)
+    assert not loop.is_serving
+    assert loop.scheduler.session.free_slots == 1
+    with pytest.raises(NotServingError):
+        loop.submit([request_and_end(loop)[0]])
 
 
 def test_a_failed_step_ends_its_requests_only(make_loop):

@@ -156,6 +156,8 @@ def test_a_rank_that_is_lost_ends_the_session_at_once(session):
         with pytest.raises(RankLostError, match=r"rank 1 of 2 ended \(exit code -9\), .* killed, or out of memory"):
             session.decode([slot], [5])
     assert time.monotonic() - started < 20, "the time to notice, not that of a collective to give up"
+    session.free(slot)
+    assert session.free_slots == session.slots
 
 
 def test_a_rank_that_cannot_load_says_why(session, engine, tmp_path):
