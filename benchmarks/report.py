@@ -175,10 +175,18 @@ def split_table(lines: list[Line]) -> str:
                 f"{line['weights_once_us']:.0f}, {line['products_us']:.0f}",
                 f"{line['rest_us'] / bound:.2f}",
                 f"{line['gpu_memory_bytes'] / 2**30:.0f}",
+                f"{line['sm_clock_mhz']}, {line['power_w']}" if "power_w" in line else "",
             ]
         )
     head = ["us per step at batch 256", *("state kernels" if kind == "ssm" else kind for kind in kinds)]
-    head += ["gaps (largest)", "all but state", "weights once, products", "rest over its roofline", "GiB in use"]
+    head += [
+        "gaps (largest)",
+        "all but state",
+        "weights once, products",
+        "rest over its roofline",
+        "GiB in use",
+        "MHz, W",
+    ]
     return table(head, rows)
 
 
@@ -186,7 +194,10 @@ def speculation_table(lines: list[Line]) -> str:
     found = [line for line in select(lines, benchmark="e2e_spec_decode_throughput") if line["fill"] != "natural"]
     rows = []
     for line in sorted(found, key=lambda line: (line["geometry"], line["batch"])):
-        over = line.get("speedup_over_snapshots")
+        over, snapshots = line.get("speedup_over_snapshots"), None
+        if line["variant"].startswith("replay-speculation"):
+            same = ("geometry", "layers", "batch", "commit")
+            snapshots = select(found, variant="snapshots", **{name: line[name] for name in same})
         rows.append(
             [
                 f"{model_of(line)}, batch {line['batch']}, {line['variant']}",
@@ -194,23 +205,42 @@ def speculation_table(lines: list[Line]) -> str:
                 f"{line['acceptance_length']:.2f}",
                 f"{line['tokens_per_s']:,.0f}",
                 f"{line['speedup']:.2f}x",
-                f"{over:.2f}x" if over and line["variant"] == "replay-speculation" else "",
+                f"**{over:.2f}x**" if over and snapshots else "",
+                products_alone(line, snapshots[0]) if snapshots else "",
                 f"{line['split_us']['ssm'] / 1e3:.2f}" if "split_us" in line else "",
                 f"{line['predicted_recurrent_us'] / 1e3:.2f}" if line.get("predicted_recurrent_us") else "",
                 f"{line['gpu_memory_bytes'] / 2**30:.0f}",
                 "yes" if line["correct"] else "**no**",
             ]
         )
-    head = [
-        "variant",
-        "step ms",
-        "tokens a row and step",
-        "tokens/s",
-        "over plain",
-        "over snapshots",
-        "state kernels ms",
-    ]
+    head = ["variant", "step ms", "tokens a row and step", "tokens/s", "over plain", "over snapshots"]
+    head += ["the same beside products alone", "state kernels ms"]
     return table([*head, "traffic model ms", "GiB in use", "logits agree"], rows)
+
+
+def products_alone(line: Line, snapshots: Line) -> str:
+    """The speedup if a step were its state kernels and its matrix products at the measured rate, and nothing else."""
+    if "split_us" not in line or "split_us" not in snapshots:
+        return ""
+    times = [one["split_us"]["ssm"] + max(one["products_us"], one["weights_once_us"]) for one in (snapshots, line)]
+    return ratio(*times)
+
+
+def natural_table(lines: list[Line]) -> str:
+    """Whole generations with a drafter, on the example models."""
+    rows = [
+        [
+            f"{line['geometry']}, batch {line['batch']}, {line['variant']}",
+            line["drafts"] or "",
+            f"{line['acceptance_length']:.2f}",
+            f"{line['tokens_per_s']:,.0f}",
+            f"{line['speedup']:.2f}x",
+            f"{100 * line['same_tokens']:.0f} %",
+        ]
+        for line in select(lines, benchmark="e2e_spec_decode_throughput", fill="natural")
+    ]
+    head = ["model and variant", "drafts", "tokens a row and step", "tokens/s", "over plain", "like plain's text up to"]
+    return table(head, rows)
 
 
 def sessions_table() -> str:
@@ -305,6 +335,7 @@ def render(lines: list[Line]) -> str:
         "batches": batch_table(lines),
         "split": split_table(lines),
         "speculation": speculation_table(lines),
+        "natural": natural_table(lines),
         "sessions": sessions_table(),
         "traffic": traffic_table(),
         "precision": precision_table(lines),
