@@ -12,10 +12,11 @@ import time
 import pytest
 import torch
 
+from replayssm.runtime import parallel_session
 from replayssm.runtime.errors import RankLostError
 from replayssm.runtime.generation import generate
 from replayssm.runtime.parallel import rank_engine
-from replayssm.runtime.parallel_processes import Peers
+from replayssm.runtime.parallel_processes import Peers, Place
 from replayssm.runtime.parallel_session import ParallelSession, open_session
 from replayssm.runtime.sampling import SamplingParams
 from replayssm.runtime.serving import make_drafter
@@ -125,6 +126,47 @@ def test_a_second_group_is_refused(session, engine):
 def test_only_rank_0_leads(engine):
     with pytest.raises(ValueError, match="rank 0 leads the others, got rank 1"):
         ParallelSession(rank_engine(engine, 1, 2), 1)
+
+
+class Told:
+    """A pipe through which rank 0 has said these things."""
+
+    def __init__(self, *messages):
+        self.messages, self.sent = list(messages), []
+
+    def recv(self):
+        if not self.messages:
+            raise EOFError
+        return self.messages.pop(0)
+
+    def send(self, value):
+        self.sent.append(value)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error"), [("ValueError", EOFError), ("", RuntimeError), ("InferenceError", RuntimeError)]
+)
+def test_a_rank_ends_where_its_calls_end_otherwise_than_rank_0s(engine, monkeypatch, outcome, error):
+    """The first call fails with a ValueError; rank 0 tells with the second how it ended there."""
+    monkeypatch.setattr(parallel_session, "join_group", lambda place: None)
+    pipe = Told(("step", ([],), ""), ("allocate", (), outcome))
+    plan = parallel_session._Plan(engine.directory, engine.manifest, False, 1, 8, None)
+    with pytest.raises(
+        error, match="the call before 'allocate' ended with ValueError" if error is RuntimeError else ""
+    ):
+        parallel_session._follow(Place(1, 2, "cpu", "store", 1), pipe, plan)
+    assert pipe.sent == [True, True]
+
+
+def test_an_error_that_only_rank_0_has_loses_the_group(session):
+    """The others may wait for it in a collective. A group of its own, without processes."""
+    peers = object.__new__(Peers)
+    peers.__dict__ |= {**session._peers.__dict__, "_processes": [], "_lost": threading.Event()}
+    with pytest.raises(MemoryError, match="full"), peers.call():
+        raise MemoryError("full")
+    with pytest.raises(RankLostError, match=r"rank 0 failed in a call \(MemoryError: full\)"):
+        peers.send(None)
+    assert session._peers.are_there
 
 
 def test_fewer_than_one_rank(engine):
