@@ -144,10 +144,19 @@ def _shared_bytes(
     own = (padded + 8) * 2
     if geometry.kind == "mamba2":
         total = tile + tokens * key + 2 * window * key + warps * parts * tokens * own + window * 4
-    else:
-        planes, queries, several = settings.u_planes[0], 2 * window, window > 1
-        pairs = warps * queries * round_up(window, 8) * 4 if several else 4
-        outputs = warps * 32 * (queries + 1) * 4 if several else 4
-        total = tile + tokens * key + 2 * queries * key + warps * planes * tokens * own + warps * window * own
-        total += queries * 4 + pairs + outputs
-    return round_up(round_up(total, 8) + 8, 128)
+        return round_up(round_up(total, 8) + 8, 128)
+    staged = warps * padded * (2 * window + 1 if window > 1 else 8) * 4
+    area = round_up(max(staged, fold_keys), 16)
+    total = area + round_up(max(warps * settings.u_planes[0] * tokens * own, stage - area), 16)
+    total += (tokens + 4 * window) * key + warps * window * cta_rows * 2
+    total += warps * cta_rows * scale_bytes if nvfp4 else 16
+    total += _block_heads(rows // cta_rows, warps) * (tokens + 4 * window + 1) * 4
+    total += warps * 2 * window * round_up(window, 8) * 4 if window > 1 else 4
+    return round_up(total, 128)
+
+
+def _block_heads(parts: int, warps: int) -> int:
+    """Heads of `parts` parts each that `warps` neighbouring parts may belong to."""
+    if warps % parts == 0:
+        return warps // parts
+    return 1 if parts % warps == 0 else (warps + parts - 2) // parts + 1

@@ -12,108 +12,29 @@
 #define COLUMNS HEAD_K_DIM
 // head_k_dim^-1/2, applied to q in fp32.
 #define QUERY_SCALE rsqrtf((float)COLUMNS)
-#include "readout_dot.cuh"
+#include "gdn_readout.cuh"
 #include "readout_flush.cuh"
 #include "readout_parts.cuh"
 #include "readout_stage.cuh"
-#include "gdn_serial.cuh"
 
-// Queries of the state: q of every window token (outputs), then k of every window token (what the state predicts). A
-// window of one token has them alternate in a tile of eight.
-constexpr int QUERIES = 2 * MAX_WINDOW;
-constexpr bool ONE = MAX_WINDOW == 1;
-constexpr int QUERY_TILES = (QUERIES + 7) / 8;
-constexpr int SCORE_TILES = (QUERY_TILES + 1) / 2;
-constexpr int WINDOW_TILES = WINDOW_ROWS / 8;
-constexpr int OWN_SIZE = TOKEN_ROWS * OWN_STRIDE;  // one plane of a warp's u
-constexpr int STAGE_STRIDE = QUERIES + 1;
+// Products of a row that lane 4 g + t passes on to the lane that solves for it: its own q and k, or all queries.
+constexpr int STAGE_STRIDE = ONE ? 8 : QUERIES + 1;
+constexpr int STAGED_SIZE = 8 * 2 * M_TILES * STAGE_STRIDE;  // of a warp
+constexpr int AREA_SIZE = round_up(larger(WARPS * STAGED_SIZE * 4, FOLD_KEYS_SIZE), 16);
 
 struct Shared {
-    alignas(128) unsigned char tile[TILE_SIZE];  // readout; in a flush first the fold's keys; states of a prefill row
+    // The fold's keys, then staged products. With u behind them also the states of a prefill row.
+    alignas(128) unsigned char area[AREA_SIZE];
+    alignas(16) u16 u[larger(WARPS * U_SIZE, (STAGE_SIZE - AREA_SIZE) / 2)];
     alignas(16) activation_t k[TOKEN_ROWS * KEY_STRIDE];
     alignas(16) activation_t queries[QUERIES * KEY_STRIDE];
     alignas(16) u16 half_queries[QUERIES * KEY_STRIDE];
-    alignas(16) u16 u[WARPS * U_PLANES * OWN_SIZE];
-    alignas(16) activation_t v[WARPS * MAX_WINDOW * OWN_STRIDE];
-    float unit[QUERIES];
+    alignas(16) activation_t v[WARPS * MAX_WINDOW * CTA_ROWS];
+    alignas(16) unsigned char block_scales[NVFP4 ? WARPS * CTA_ROWS * BLOCK_SCALE_BYTES : 16];
+    Gates gates[BLOCK_HEADS];
     float pairs[ONE ? 1 : WARPS * QUERIES * WINDOW_ROWS];  // coefficients of the window's u
-    float stage[ONE ? 1 : WARPS * 32 * STAGE_STRIDE];
-    alignas(8) u64 barrier;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
-
-// Query in column n of a tile; the last one where there is none.
-DEVICE int query_of(int tile, int n) {
-    const int query = tile * 8 + n;
-    return ONE ? n % 2 : query < QUERIES ? query : QUERIES - 1;
-}
-
-// One row of q or k, L2-normalised and rounded to the activation format; a warp works on it.
-DEVICE void normalize_row(activation_t* to, const activation_t* from) {
-    const int lane = threadIdx.x % 32;
-    constexpr int WORDS = COLUMNS / 2, COUNT = (WORDS + 31) / 32;
-    u32 words[COUNT];
-    float sum = 0.f;
-#pragma unroll
-    for (int n = 0; n < COUNT; n++) {
-        words[n] = n * 32 + lane < WORDS ? ((const u32*)from)[n * 32 + lane] : 0u;
-        sum += activation_low(words[n]) * activation_low(words[n]) + activation_high(words[n]) * activation_high(words[n]);
-    }
-#pragma unroll
-    for (int mask = 16; mask; mask /= 2) sum += shuffle_xor(sum, mask);
-    const float scale = rsqrtf(sum + L2_NORM_EPS);
-#pragma unroll
-    for (int n = 0; n < COUNT; n++)
-        if (n * 32 + lane < WORDS)
-            ((u32*)to)[n * 32 + lane] = (u32)float_to_activation(activation_low(words[n]) * scale) |
-                                        (u32)float_to_activation(activation_high(words[n]) * scale) << 16;
-}
-
-// Coefficients of u in 16 tokens for 8 queries, split into bf16 halves, as a second operand.
-struct SplitPairs {
-    u32 high[2], low[2];
-
-    DEVICE_MEMBER void split(int i, float first, float second) {
-        high[i] = pack_bf16(first, second);
-        low[i] = pack_bf16(first - bf16_low(high[i]), second - bf16_high(high[i]));
-    }
-};
-
-// Products of the checkpoint's rows g and g + 8 (from `rows` on) and all queries, exact to fp32's rounding.
-DEVICE void dot_checkpoint(float (&product)[QUERY_TILES][4], const StateRows& rows, bool both,
-                           const activation_t* queries) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const float scale0 = STATE_FORMAT == FORMAT_FP8 ? e4m3_scale(rows.checkpoint_scales[g]) : 1.f;
-    const float scale1 = STATE_FORMAT == FORMAT_FP8 && both ? e4m3_scale(rows.checkpoint_scales[8 + g]) : 1.f;
-#pragma unroll
-    for (int n = 0; n < QUERY_TILES; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) product[n][i] = 0.f;
-#pragma unroll 1
-    for (int pair = 0; pair < PAIRS; pair++) {
-        const int column = 32 * pair + 4 * t;
-        RawState raw[2] = {};
-        load_raw(raw[0], rows.checkpoint + g * COLUMNS, column);
-        if (both) load_raw(raw[1], rows.checkpoint + (8 + g) * COLUMNS, column);
-        float s0[8], s1[8];
-        widen(raw[0], scale0, s0);
-        widen(raw[1], scale1, s1);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float a[4] = {s0[2 * i], s1[2 * i], s0[2 * i + 1], s1[2 * i + 1]};
-            float h[4];
-#pragma unroll
-            for (int e = 0; e < 4; e++) h[e] = tf32_high(a[e]);
-#pragma unroll
-            for (int n = 0; n < QUERY_TILES; n++) {
-                const u32 b = *(const u32*)(queries + query_of(n, g) * KEY_STRIDE + column + i / 2 * 16 + i % 2 * 2);
-                mma_tf32(product[n], h[0], h[1], h[2], h[3], activation_low(b), activation_high(b));
-                mma_tf32(product[n], a[0] - h[0], a[1] - h[1], a[2] - h[2], a[3] - h[3], activation_low(b),
-                         activation_high(b));
-            }
-        }
-    }
-}
 
 KERNEL(THREADS, MIN_CTAS)
 gdn_readout(
@@ -133,45 +54,86 @@ gdn_readout(
     activation_t* o, STATE_PARTS_OUT activation_t* ring_k, u16* ring_u, float* ring_g, int* error_flag) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
-    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
-    const int first_part = (int)blockIdx.x * WARPS, part = first_part + warp;
-    const int head = part / CTAS_PER_HEAD, group = first_part / CTAS_PER_HEAD / HEADS_PER_GROUP;
-    const int first_row = part % CTAS_PER_HEAD * CTA_ROWS, block_row = first_part * CTA_ROWS;
+    const u32 thread = threadIdx.x, first_index = blockIdx.x * WARPS, index = first_index + thread / 32;
+    const int tid = thread, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
+    const int first_part = first_index, part = index;
+    const int head = index / CTAS_PER_HEAD, group = first_index / CTAS_PER_HEAD / HEADS_PER_GROUP;
+    const int first_row = index % CTAS_PER_HEAD * CTA_ROWS, block_row = first_part * CTA_ROWS;
     const int own_row = part * CTA_ROWS, k_column = group * COLUMNS;  // rows count through all heads
     const int u_column = head * U_PLANES * ROWS + first_row, tile_index = part * CTA_TILES;
-    const bool first_of_group = first_part % (CTAS_PER_HEAD * HEADS_PER_GROUP) == 0, first_of_head = first_row == 0;
+    const bool first_of_group = first_index % (CTAS_PER_HEAD * HEADS_PER_GROUP) == 0;
 
     // All that is known before the slot, then all that the slot tells: nothing here waits for more than the row's slot.
     const int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
     const int start = window_starts[blockIdx.y], window_length = window_lens[blockIdx.y];
-    const LaterRow later = look_ahead(seq_lens, state_batch_indices, num_slots);
+    // The block that does the same part of a row AHEAD_ROWS further on will find its history in the second-level cache.
+    const u32 later_row = blockIdx.y + AHEAD_ROWS;
+    int later_slot = -1, later_seq_len = 0, later_position = 0;
+    if (AHEAD_ROWS && later_row < gridDim.y) later_slot = state_batch_indices[later_row], later_seq_len = seq_lens[later_row];
     const bool has_slot = slot >= 0 && slot < num_slots;
-    int position_now = 0, later_position = 0;
-    RowScales row_scales;
-    if (has_slot) {
-        position_now = position_in[offset_of(slot, position_stride) + first_part * CTA_TILES];
-        readout_copy_start(shared.tile, STATE_ROWS(slot).from(block_row), &shared.barrier);
-        row_scales.load(STATE_ROWS(slot).from(own_row));
+    const int position_now = has_slot ? position_in[offset_of(slot, position_stride) + first_part * CTA_TILES] : 0;
+    ReadoutRows readout_rows[NVFP4 ? M_TILES : 1];
+    unsigned char* own_scales = shared.block_scales + (NVFP4 ? warp * (CTA_ROWS * BLOCK_SCALE_BYTES) : 0);
+    u32 scale_of_row[2 * (ONE ? SHARES : M_TILES)];  // of rows 8 i + g, or of those that the lane solves for
+    const auto load_readout = [&](int from_slot) {
+        const StateRows rows = STATE_ROWS(from_slot).from(own_row);
+        if constexpr (NVFP4) {
+            const unsigned char* codes = lane_codes(rows);
+#pragma unroll
+            for (int m = 0; m < M_TILES; m++) readout_rows[m].load(codes, m);
+            for (int i = lane * 16; i < CTA_ROWS * BLOCK_SCALE_BYTES; i += 512)
+                copy_async_16(own_scales + i, rows.block_scales + i, true);
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * (ONE ? SHARES : M_TILES); i++) {
+            const int of_warp = ONE ? 2 * (t + i / 2 * 4) + i % 2 : i;
+            scale_of_row[i] = !WIDE && of_warp < ROW_GROUPS ? rows.row_scales[8 * of_warp + g] : 127u;
+        }
+    };
+    load_readout(has_slot ? slot : 0);
+    if (later_slot >= 0 && later_slot < num_slots && later_seq_len > 0)
+        later_position = position_in[offset_of(later_slot, position_stride) + first_part * CTA_TILES];
+    // The window's gates and queries, as far as there are any.
+    const bool readable = start >= 0 && window_length >= 0 && (long long)start + window_length <= num_tokens;
+    const int readable_length = !readable ? 0 : window_length < MAX_WINDOW ? window_length : MAX_WINDOW;
+    activation_t* own_v = shared.v + warp * (MAX_WINDOW * CTA_ROWS);
+    for_window_chunks<CTA_ROWS, 32>(readable_length, lane, [&](int w, int offset) {
+        copy_async_16(own_v + w * CTA_ROWS + offset, v + (offset_of(start + w, v_stride) + (own_row + offset)), true);
+    });
+    // The last warps have the gates of a head each, while the first ones normalise queries.
+    const int first_head = first_index / CTAS_PER_HEAD, gate_head = first_head + WARPS - 1 - warp;
+    const bool has_gates = gate_head <= (int)(first_index + WARPS - 1) / CTAS_PER_HEAD;
+    u32 raw_a = 0, raw_b = 0;
+    float log_A = 0.f, bias = 0.f;
+    if (has_gates) {
+        log_A = A_log[gate_head], bias = dt_bias[gate_head];
+        if (lane < readable_length) {
+            raw_a = a[offset_of(start + lane, a_stride) + gate_head];
+            raw_b = b[offset_of(start + lane, b_stride) + gate_head];
+        }
     }
-    if (later.exists) later_position = position_in[offset_of(later.slot, position_stride) + first_part * CTA_TILES];
-    const float log_A = A_log[head], bias = dt_bias[head];
+#pragma unroll
+    for (int i = 0; i < (QUERIES + WARPS - 1) / WARPS; i++) {
+        const int n = i * WARPS + warp, w = n % MAX_WINDOW;
+        if (QUERIES % WARPS && n >= QUERIES) break;
+        const activation_t* from = n < MAX_WINDOW ? q + offset_of(start + w, q_stride) : k + offset_of(start + w, k_stride);
+        normalize_row(shared.queries + n * KEY_STRIDE, shared.half_queries + n * KEY_STRIDE, from + k_column,
+                      w < readable_length);
+    }
     const Row row = make_row(slot, seq_len, start, window_length, position_now, num_tokens, num_slots, max_seq_len,
                              MAX_HISTORY);
-    if (!row.active || row.length > MAX_WINDOW) {
-        copy_async_wait();
-        sync_threads();
-        if (has_slot) readout_copy_wait(&shared.barrier);
-        if (!row.active) {
-            if (row.error && tid == 0) atomic_or(error_flag, row.error);
-            if (!row.in_range) return;
-            for (int i = lane; i < row.length * (CTA_ROWS / 8); i += 32)
-                *(uint4*)(o + offset_of(row.start + i / (CTA_ROWS / 8), HEADS * ROWS) + own_row + i % (CTA_ROWS / 8) * 8) =
-                    make_uint4(0, 0, 0, 0);
-            return;
-        }
+    if (!row.active || row.length > MAX_WINDOW) copy_async_wait();
+    if (!row.active) {
+        if (row.error && tid == 0) atomic_or(error_flag, row.error);
+        if (!row.in_range) return;
+        for (int i = lane; i < row.length * (CTA_ROWS / 8); i += 32)
+            *(uint4*)(o + offset_of(row.start + i / (CTA_ROWS / 8), HEADS * ROWS) + own_row + i % (CTA_ROWS / 8) * 8) =
+                make_uint4(0, 0, 0, 0);
+        return;
+    }
+    if (row.length > MAX_WINDOW) {
         if (skip_prefill) return;
-        sync_threads();
-        float* stage = (float*)shared.tile;
+        float* stage = (float*)shared.area;
         for (int tile = 0; tile < WARPS * CTA_TILES; tile++) {
             // Whole tiles one after the other, all warps on each.
             const int rows_before = block_row + tile * TILE_ROWS, tile_head = rows_before / ROWS;
@@ -200,333 +162,229 @@ gdn_readout(
     const int length = row.length;
     int history = row.seq_len - row.checkpoint_position;
     const bool flush = history > 0 && history + length > BUFFER_LEN;
-    constexpr int K_CHUNKS = COLUMNS / 8, V_CHUNKS = CTA_ROWS / 8;
-    u16* own_u = shared.u + warp * (U_PLANES * OWN_SIZE);
-    activation_t* own_v = shared.v + warp * (MAX_WINDOW * OWN_STRIDE);
-
-    // The history's k and u, zeros beyond it, and the window's v.
-    float g_past = 0.f, raw_a = 0.f, raw_b = 0.f;
-    const int first_entry = row.checkpoint_position % RING_LEN;
-    if (lane < history)
-        g_past = ring_g_in[offset_of(slot, ring_g_stride) + (wrapped(first_entry + lane) * HEADS + head)];
-    if (lane < length) {
-        raw_a = activation_to_float(a[offset_of(start + lane, a_stride) + head]);
-        raw_b = activation_to_float(b[offset_of(start + lane, b_stride) + head]);
+    const int first_entry = (u32)row.checkpoint_position % RING_LEN;
+    u16* own_u = shared.u + warp * U_SIZE;
+    stage_u(own_u, ring_u_in + (offset_of(slot, ring_u_stride) + u_column), first_entry, history);
+    float g_past = 0.f;
+    if (has_gates && lane < history)
+        g_past = ring_g_in[offset_of(slot, ring_g_stride) + (wrapped(first_entry + lane) * HEADS + gate_head)];
+    stage_history<COLUMNS, KEY_STRIDE, GROUPS * COLUMNS, THREADS>(
+        shared.k, ring_k_in + (offset_of(slot, ring_k_stride) + k_column), first_entry, history, history, tid);
+    if (flush && row.checkpoint_position > 0 && lane == 0)
+        prefetch(STATE_ROWS(slot).checkpoint + own_row * COLUMNS, CTA_ROWS * COLUMNS * sizeof(state_t));
+    if (AHEAD_ROWS && later_position > 0 && later_seq_len - later_position <= MAX_HISTORY)
+        prefetch_history(later_seq_len - later_position, (u32)later_position % RING_LEN,
+                         ring_u_in + (offset_of(later_slot, ring_u_stride) + u_column),
+                         ring_k_in + (offset_of(later_slot, ring_k_stride) + k_column), first_of_group);
+    const int first_new = (u32)row.seq_len % RING_LEN;
+    if (has_gates) {
+        const float g_new = lane < length ? -expf(log_A) * softplus(activation_to_float(raw_a) + bias) : 0.f;
+        shared.gates[gate_head - first_head].scan(g_past, g_new, activation_to_float(raw_b), history);
+        if (gate_head * CTAS_PER_HEAD >= first_part && lane < length)
+            ring_g[offset_of(slot, ring_g_stride) + (wrapped(first_new + lane) * HEADS + gate_head)] = g_new;
     }
-    const activation_t* slot_ring_k = computed(ring_k_in + (offset_of(slot, ring_k_stride) + k_column));
-    const u16* slot_ring_u = computed(ring_u_in + (offset_of(slot, ring_u_stride) + u_column));
-#pragma unroll
-    for (int n = 0; n < (TOKEN_ROWS * K_CHUNKS + THREADS - 1) / THREADS; n++) {
-        const int i = n * THREADS + tid, j = i / K_CHUNKS, offset = i % K_CHUNKS * 8;
-        if (TOKEN_ROWS * K_CHUNKS % THREADS && j >= TOKEN_ROWS) break;
-        const bool valid = j < history;
-        copy_async_16(shared.k + j * KEY_STRIDE + offset,
-                      slot_ring_k + (wrapped(first_entry + (valid ? j : 0)) * (GROUPS * COLUMNS) + offset), valid);
-    }
-#pragma unroll
-    for (int n = 0; n < (TOKEN_ROWS * U_PLANES * V_CHUNKS + 31) / 32; n++) {
-        const int i = n * 32 + lane, j = i / V_CHUNKS / U_PLANES, plane = i / V_CHUNKS % U_PLANES;
-        const int offset = i % V_CHUNKS * 8;
-        if (TOKEN_ROWS * U_PLANES * V_CHUNKS % 32 && j >= TOKEN_ROWS) break;
-        const bool valid = j < history;
-        copy_async_16(own_u + plane * OWN_SIZE + j * OWN_STRIDE + offset,
-                      slot_ring_u + ((wrapped(first_entry + (valid ? j : 0)) * (HEADS * U_PLANES) + plane) * ROWS + offset),
-                      valid);
-    }
-    for (int i = lane; i < length * V_CHUNKS; i += 32)
-        copy_async_16(own_v + i / V_CHUNKS * OWN_STRIDE + i % V_CHUNKS * 8,
-                      v + (offset_of(start + i / V_CHUNKS, v_stride) + (own_row + i % V_CHUNKS * 8)), true);
-    if (flush && row.checkpoint_position > 0)
-        for (int r = lane; r < CTA_ROWS; r += 32)
-            prefetch(STATE_ROWS(slot).checkpoint + (own_row + r) * COLUMNS, COLUMNS * sizeof(state_t));
-    if (later.exists) {
-        prefetch_ring(later, later_position, [&](int entry) {
-            for (int p = first_part; p < first_part + WARPS; p++)
-                for (int plane = 0; plane < U_PLANES; plane++)
-                    prefetch(ring_u_in + (offset_of(later.slot, ring_u_stride) +
-                                          ((entry * HEADS + p / CTAS_PER_HEAD) * U_PLANES + plane) * ROWS +
-                                          p % CTAS_PER_HEAD * CTA_ROWS),
-                             CTA_ROWS * sizeof(u16));
-            if (first_of_group)
-                prefetch(ring_k_in + (offset_of(later.slot, ring_k_stride) + (entry * (GROUPS * COLUMNS) + k_column)),
-                         COLUMNS * sizeof(activation_t));
-            prefetch_sector(ring_g_in + (offset_of(later.slot, ring_g_stride) + (entry * HEADS + head)));
-        });
-        if (AHEAD_TILE && lane == 31) {
-            const StateRows rows = STATE_ROWS(later.slot).from(block_row);
-            prefetch(rows.codes, CTA_STATE_ROWS * CODE_BYTES);
-            if (NVFP4) prefetch(rows.block_scales, CTA_STATE_ROWS * BLOCK_SCALE_BYTES);
-        }
-    }
-    // The window's queries as the ring keeps them and in fp16, while the rings travel. Rows behind its end stay zero.
-    for (int n = warp; n < QUERIES; n += WARPS) {
-        const int w = n % MAX_WINDOW;
-        activation_t* query = shared.queries + n * KEY_STRIDE;
-        if (w < length)
-            normalize_row(query, n < MAX_WINDOW ? q + (offset_of(start + w, q_stride) + k_column)
-                                                : k + (offset_of(start + w, k_stride) + k_column));
-        else
-            for (int i = lane; i < COLUMNS / 2; i += 32) ((u32*)query)[i] = 0u;
-        sync_warp();
-        halve_row<false>(shared.half_queries + n * KEY_STRIDE, shared.unit + n, query);
-    }
-    const float g_new = lane < length ? -expf(log_A) * softplus(raw_a + bias) : 0.f, beta = sigmoid(raw_b);
-    // Log decays: `suffix` from behind history token `lane` - 1 to the history's end, `prefix` of the window up to token
-    // `lane`. Every sum runs over its own terms: differences of one running sum would cancel.
-    float suffix = g_past, prefix = g_new;
-#pragma unroll
-    for (int delta = 1; delta < MAX_HISTORY; delta *= 2) {
-        const float after = shuffle_down(suffix, delta);
-        if (lane + delta < 32) suffix += after;
-    }
-#pragma unroll
-    for (int delta = 1; delta < MAX_WINDOW; delta *= 2) {
-        const float before = shuffle_up(prefix, delta);
-        if (lane >= delta) prefix += before;
-    }
-    float total = shuffle_from(suffix, 0);
-    const float behind = shuffle_down(suffix, 1);
-    float weight = lane < history ? decay_of(lane < 31 ? behind : 0.f) : 0.f;  // of history token `lane`
     copy_async_wait();
     sync_threads();
-    readout_copy_wait(&shared.barrier);
 
-    u32 slot_now = slot, start_now = start;
+    const Gates& gates = shared.gates[head - first_head];
     if (flush) {
-        hold_until_here(slot_now);
+        build_fold_keys((uint4*)shared.area, shared.k);
         sync_threads();
-        build_fold_keys((uint4*)shared.tile, shared.k);
-        sync_threads();
-        const auto own_values = [&](int group, int step, float(&v)[4]) {
+        float weights[4 * TOKEN_STEPS];  // of tokens 8 (i / 2) + 2 t + i % 2
 #pragma unroll
-            for (int i = 0; i < 4; i++) v[i] = 0.f;
+        for (int i = 0; i < 4 * TOKEN_STEPS; i++) weights[i] = gates.past[i / 2 * 8 + 2 * t + i % 2];
+        const auto own_values = [&](int group, int step, float(&values)[4]) {
+            u32 words[U_PLANES][2];
 #pragma unroll
-            for (int plane = 0; plane < U_PLANES; plane++) {
-                u32 pairs[2];
-                load_matrix_x2_transposed(pairs, own_u + plane * OWN_SIZE + (16 * step + lane % 16) * OWN_STRIDE + 8 * group);
+            for (int plane = 0; plane < U_PLANES; plane++)
+                load_matrix_x2_transposed(words[plane], own_u + (plane * TOKEN_ROWS + 16 * step + lane % 16) * OWN_STRIDE +
+                                                            8 * group);
 #pragma unroll
-                for (int i = 0; i < 4; i++) v[i] += i % 2 ? bf16_high(pairs[i / 2]) : bf16_low(pairs[i / 2]);
+            for (int i = 0; i < 4; i++) {
+                values[i] = i % 2 ? bf16_high(words[0][i / 2]) : bf16_low(words[0][i / 2]);
+                if (U_PLANES == 2)
+                    values[i] += i % 2 ? bf16_high(words[U_PLANES - 1][i / 2]) : bf16_low(words[U_PLANES - 1][i / 2]);
+                values[i] *= weights[4 * step + i];
             }
-#pragma unroll
-            for (int i = 0; i < 4; i++) v[i] *= shuffle_from(weight, 16 * step + i / 2 * 8 + 2 * t + i % 2);
         };
-        const StateRows own_rows = STATE_ROWS((int)slot_now).from(own_row);
-        fold_rows(own_values, (const uint4*)shared.tile, own_rows, row.checkpoint_position > 0, decay_of(total), first_row,
-                  ROUNDING_KEY(head, row.seq_len));
+        fold_rows(own_values, (const uint4*)shared.area, STATE_ROWS(slot).from(own_row), row.checkpoint_position > 0,
+                  gates.history, first_row, ROUNDING_KEY(head, row.seq_len));
         sync_threads();
-        hold_until_here(slot_now), hold_until_here(start_now);
-        const StateRows written = STATE_ROWS((int)slot_now).from(own_row);
-        readout_copy_again(shared.tile, warp * CTA_ROWS, written);
-        row_scales.load(written);
-        // An empty history from here on: its weights are zero, and so are the products of its u.
-        for (int i = lane; i < U_PLANES * OWN_SIZE / 8; i += 32) ((uint4*)own_u)[i] = make_uint4(0, 0, 0, 0);
-        for (int i = tid; i < TOKEN_ROWS * KEY_STRIDE / 8; i += THREADS) ((uint4*)shared.k)[i] = make_uint4(0, 0, 0, 0);
-        history = 0, total = 0.f, weight = 0.f;
+        // An empty history from here on, and the readout as it has been stored.
+        load_readout(slot);
+        for (int i = lane; i < U_SIZE / 8; i += 32) ((uint4*)own_u)[i] = make_uint4(0, 0, 0, 0);
+        history = 0;
         copy_async_wait();
-        sync_threads();
+        sync_warp();
     }
 
+    // Computed again from these: addresses kept until here would cost registers.
+    u32 slot_now = slot, start_now = start;
+    hold_until_here(slot_now), hold_until_here(start_now);
+    const StateRows own_rows = STATE_ROWS((int)slot_now).from(own_row);
     // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
-    const int first_new = row.seq_len % RING_LEN;
     if (first_of_group)
-        for (int i = tid; i < length * K_CHUNKS; i += THREADS) {
-            const int w = i / K_CHUNKS, offset = i % K_CHUNKS * 8;
+        for_window_chunks<COLUMNS, THREADS>(length, tid, [&](int w, int offset) {
             *(uint4*)(ring_k + (offset_of((int)slot_now, ring_k_stride) +
                                 (wrapped(first_new + w) * (GROUPS * COLUMNS) + k_column + offset))) =
                 *(const uint4*)(shared.queries + (MAX_WINDOW + w) * KEY_STRIDE + offset);
-        }
-    if (first_of_head && lane < length)
-        ring_g[offset_of((int)slot_now, ring_g_stride) + (wrapped(first_new + lane) * HEADS + head)] = g_new;
+        });
     if ((flush || row.seq_len == 0) && lane < CTA_TILES)
         position[offset_of((int)slot_now, position_stride) + tile_index + lane] = row.seq_len;
 
-    // Products of queries and keys, of the history and of the window: query g, and g + 8 of a second tile; tokens 2 t and
-    // 2 t + 1 of every eight.
-    float score[SCORE_TILES][2 * TOKEN_STEPS][4] = {}, own_score[SCORE_TILES][WINDOW_TILES][4] = {};
-#pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-        const int column = 16 * step + 4 * t;
-        uint2 keys[2 * TOKEN_STEPS], own_keys[WINDOW_TILES];
-#pragma unroll
-        for (int k8 = 0; k8 < 2 * TOKEN_STEPS; k8++)
-            keys[k8] = *(const uint2*)(shared.k + (k8 * 8 + g) * KEY_STRIDE + column);
-#pragma unroll
-        for (int k8 = 0; k8 < WINDOW_TILES; k8++) {
-            const int w = k8 * 8 + g;
-            own_keys[k8] = *(const uint2*)(shared.queries +
-                                           (MAX_WINDOW + (w < MAX_WINDOW ? w : MAX_WINDOW - 1)) * KEY_STRIDE + column);
-        }
-#pragma unroll
-        for (int s = 0; s < SCORE_TILES; s++) {
-            const uint2 first = *(const uint2*)(shared.queries + query_of(2 * s, g) * KEY_STRIDE + column);
-            uint2 second = make_uint2(0, 0);
-            if (2 * s + 1 < QUERY_TILES)
-                second = *(const uint2*)(shared.queries + query_of(2 * s + 1, g) * KEY_STRIDE + column);
-#pragma unroll
-            for (int k8 = 0; k8 < 2 * TOKEN_STEPS; k8++)
-                mma_16bit<ACTIVATION_FORMAT>(score[s][k8], first.x, second.x, first.y, second.y, keys[k8].x, keys[k8].y);
-#pragma unroll
-            for (int k8 = 0; k8 < WINDOW_TILES; k8++)
-                mma_16bit<ACTIVATION_FORMAT>(own_score[s][k8], first.x, second.x, first.y, second.y, own_keys[k8].x,
-                                             own_keys[k8].y);
-        }
-    }
-    // Coefficients of u.
+    // Coefficients of u: of the history for the matrix unit, of the window for the lanes that solve.
+    Scores scores;
+    scores.compute(shared.k, (int)(shared.queries - shared.k), history);
     SplitPairs coefficients[QUERY_TILES][TOKEN_STEPS];
     float* pairs = shared.pairs + (ONE ? 0 : warp * QUERIES * WINDOW_ROWS);
-    const float window_decay = decay_of(prefix);
     float pair_of_one = 0.f;
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) {
-        const int query = query_of(n, g), w = query % MAX_WINDOW;
-        const bool is_output = query < MAX_WINDOW;
-        const float scale = is_output ? QUERY_SCALE : 1.f;
-        const float past = scale * shuffle_from(window_decay, w);
-        float value[TOKEN_STEPS][4];
-#pragma unroll
-        for (int i = 0; i < 4 * TOKEN_STEPS; i++)
-            value[i / 4][i % 4] =
-                shuffle_from(weight, i / 2 * 8 + 2 * t + i % 2) * past * score[n / 2][i / 2][n % 2 * 2 + i % 2];
-#pragma unroll
-        for (int i = 0; i < 2 * TOKEN_STEPS; i++)
-            coefficients[n][i / 2].split(i % 2, value[i / 2][i % 2 * 2], value[i / 2][i % 2 * 2 + 1]);
-        if constexpr (ONE) {
-            // Query 0 is that of lane 0, its only token too.
-            pair_of_one = shuffle_from(QUERY_SCALE * own_score[0][0][0], 0);
-        } else {
-            const float end = shuffle_from(prefix, w);
-#pragma unroll
-            for (int i = 0; i < 2 * WINDOW_TILES; i++) {
-                const int j = i / 2 * 8 + 2 * t + i % 2;
-                const float exponent = end - shuffle_from(prefix, j);
-                const bool used = j < w || (is_output && j == w);
-                const float decayed = j == w ? 1.f : decay_of(exponent);
-                if (n * 8 + g < QUERIES)
-                    pairs[query * WINDOW_ROWS + j] =
-                        used ? decayed * scale * own_score[n / 2][i / 2][n % 2 * 2 + i % 2] : 0.f;
-            }
-        }
-    }
-
-    // What turns products into outputs and predictions, of queries 2 t and 2 t + 1 of every eight.
-    const int own_query = lane < QUERIES ? lane : QUERIES - 1;
-    const float own_decay = decay_of(total + shuffle_from(prefix, own_query % MAX_WINDOW)) *
-                            (own_query < MAX_WINDOW ? QUERY_SCALE : 1.f);
-    const float own_unit = own_decay * shared.unit[own_query];
-    float unit[QUERY_TILES][2], decay[QUERY_TILES][2];
-    Queries<QUERY_TILES> query;
-#pragma unroll
-    for (int n = 0; n < QUERY_TILES; n++) {
-        query.set(n, shared.half_queries + query_of(n, g) * KEY_STRIDE);
+        float past[2], end[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            unit[n][e] = shuffle_from(own_unit, query_of(n, 2 * t + e));
-            decay[n][e] = U_FROM_CHECKPOINT ? shuffle_from(own_decay, query_of(n, 2 * t + e)) : 0.f;
+            const int query = query_of(n, 2 * t + e);
+            end[e] = gates.prefix[query % MAX_WINDOW];
+            past[e] = gates.window[query % MAX_WINDOW] * (query < MAX_WINDOW ? QUERY_SCALE : 1.f);
+        }
+#pragma unroll
+        for (int step = 0; step < TOKEN_STEPS; step++) {
+            float c[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int token = 16 * step + i / 2 * 8 + g, j = token - history, e = i % 2;
+                const float score = scores.value[step][n][i];
+                c[i] = gates.past[token] * past[e] * score;
+                if (j >= 0) c[i] = 0.f;
+                if (ONE && e == 0) pair_of_one += j == 0 ? score : 0.f;
+                if constexpr (!ONE) {
+                    const int query = n * 8 + 2 * t + e, w = query % MAX_WINDOW;
+                    const bool is_output = query < MAX_WINDOW, used = j < w || (is_output && j == w);
+                    const float exponent = end[e] - gates.prefix[j < 0 || j >= MAX_WINDOW ? 0 : j];
+                    if (query < QUERIES && j >= 0 && j < WINDOW_ROWS)
+                        pairs[query * WINDOW_ROWS + j] =
+                            used ? (j == w ? 1.f : decay_of(exponent)) * (is_output ? QUERY_SCALE : 1.f) * score : 0.f;
+                }
+            }
+            coefficients[n][step].split(c);
         }
     }
-    float own_beta = ONE ? shuffle_from(beta, 0) : beta;
+    if constexpr (ONE) {
+        // q . k: the only token of the window is the one behind the history, of which lane 4 g has query 0.
+        pair_of_one = QUERY_SCALE * shuffle_from(pair_of_one, history % 8 * 4);
+    }
+
     const bool has_state = row.checkpoint_position > 0 || flush;
-    sync_warp();
-    // u of a row's tokens one after the other, then their outputs, which replace v. What tokens behind the window's end
-    // compute is never stored.
-    const auto solve_row = [&](int row_of_warp, const float(&outputs)[MAX_WINDOW], const float(&predictions)[MAX_WINDOW]) {
-        const bool exists = row_of_warp < CTA_ROWS;
-        const int own = exists ? row_of_warp : 0;
-        float u[MAX_WINDOW];
+    float* stage = (float*)shared.area + warp * STAGED_SIZE;
+    float past_sum[ONE ? SHARES : 1][4] = {};  // a window of one token: of rows 16 m + g and + 8, q and k each
+    StateQueries state_queries;
+    state_queries.set(shared.half_queries);
+    // What turns products into outputs and predictions, of queries 2 t and 2 t + 1 of every eight.
+    float factor[QUERY_TILES][2];
 #pragma unroll
-        for (int w = 0; w < MAX_WINDOW; w++) {
-            float predicted = predictions[w], out = outputs[w];
-#pragma unroll
-            for (int j = 0; j < w; j++) {
-                predicted += pairs[(MAX_WINDOW + w) * WINDOW_ROWS + j] * u[j];
-                out += pairs[w * WINDOW_ROWS + j] * u[j];
-            }
-            const float strength = ONE ? own_beta : shuffle_from(own_beta, w);
-            u[w] = strength * (activation_to_float(own_v[w * OWN_STRIDE + own]) - predicted);
-            out += (ONE ? pair_of_one : pairs[w * WINDOW_ROWS + w]) * u[w];
-            const u16 rounded = float_to_bf16(u[w]);
-            if (w >= length || !exists) continue;
-            own_u[w * OWN_STRIDE + own] = rounded;
-            if (U_PLANES == 2)
-                own_u[(U_PLANES - 1) * OWN_SIZE + w * OWN_STRIDE + own] =
-                    float_to_bf16(u[w] - bits_to_float((u32)rounded << 16));
-            own_v[w * OWN_STRIDE + own] = float_to_activation(out);
-        }
-    };
-    float* stage = shared.stage + (ONE ? 0 : warp * 32 * STAGE_STRIDE);
+    for (int i = 0; i < 2 * QUERY_TILES; i++) {
+        const int query = query_of(i / 2, 2 * t + i % 2);
+        factor[i / 2][i % 2] = (flush ? gates.window : gates.all)[query % MAX_WINDOW] * (query < MAX_WINDOW ? QUERY_SCALE : 1.f);
+    }
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
-        float sum[QUERY_TILES][4] = {}, product[QUERY_TILES][4] = {}, exact[QUERY_TILES][4] = {};
+        float product[QUERY_TILES][4] = {}, exact[QUERY_TILES][4] = {};
+        if (has_state) {
+            LaneScales scales;
+            scales.load(own_scales, m);
+            if constexpr (!NVFP4) readout_rows[0].load(lane_codes(own_rows), m);
+            multiply_readout(product, readout_rows[NVFP4 ? m : 0], scales, state_queries);
+            if constexpr (U_FROM_CHECKPOINT) dot_checkpoint(exact, own_rows, m, shared.queries);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (!rows_exist(m, half)) continue;
+            float* staged = stage + (16 * m + 8 * half + g) * STAGE_STRIDE;
+            if constexpr (ONE) {
+                if (U_FROM_CHECKPOINT) product[0][2 * half + 1] = t == 0 ? exact[0][2 * half + 1] : 0.f;
+                *(float2*)(staged + 2 * t) = make_float2(product[0][2 * half], product[0][2 * half + 1]);
+            } else {
+                const float unit = READOUT_UNIT * e4m3_scale((unsigned char)scale_of_row[ONE ? 0 : 2 * m + half]);
+#pragma unroll
+                for (int n = 0; n < QUERY_TILES; n++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        const int query = n * 8 + 2 * t + e;
+                        const bool from_checkpoint = U_FROM_CHECKPOINT && query >= MAX_WINDOW;
+                        const float state = from_checkpoint ? exact[n][2 * half + e] : product[n][2 * half + e] * unit;
+                        product[n][2 * half + e] = has_state ? state * factor[n][e] : 0.f;
+                    }
+            }
+        }
 #pragma unroll
         for (int step = 0; step < TOKEN_STEPS; step++)
+            if constexpr (ONE) {
+                // Only the columns of the lanes that solve for these rows.
+                add_history(past_sum[ONE ? m / 4 : 0], own_u, coefficients[0][step].masked(g / 2 == m % 4), step, m);
+            } else {
 #pragma unroll
-            for (int plane = 0; plane < U_PLANES; plane++) {
-                u32 values[4];
-                load_matrix_x4_transposed(values, own_u + plane * OWN_SIZE +
-                                                      (16 * step + lane % 8 + lane / 16 * 8) * OWN_STRIDE + 16 * m +
-                                                      lane / 8 % 2 * 8);
-#pragma unroll
-                for (int n = 0; n < QUERY_TILES; n++) {
-                    const SplitPairs& c = coefficients[n][step];
-                    mma_16bit<FORMAT_BF16>(sum[n], values[0], values[1], values[2], values[3], c.high[0], c.high[1]);
-                    if (plane == 0)  // the low halves' product is below fp32's rounding
-                        mma_16bit<FORMAT_BF16>(sum[n], values[0], values[1], values[2], values[3], c.low[0], c.low[1]);
-                }
+                for (int n = 0; n < QUERY_TILES; n++) add_history(product[n], own_u, coefficients[n][step], step, m);
             }
-        float row_scale[2] = {1.f, 1.f};
-        if (has_state) {
-            const int at = warp * CTA_ROWS + 16 * m + g;
-            dot_readout<QUERY_TILES, false>(product, shared.tile + at * CODE_STRIDE,
-                                            shared.tile + CODES_SIZE + at * BLOCK_SCALE_BYTES, query);
+        if constexpr (!ONE)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                if (16 * m + 8 * half >= CTA_ROWS) continue;
-                row_scale[half] = row_scales.of_group(2 * m + half);
+                if (!rows_exist(m, half)) continue;
+                float* staged = stage + (16 * m + 8 * half + g) * STAGE_STRIDE;
+#pragma unroll
+                for (int i = 0; i < 2 * QUERY_TILES; i++)
+                    if (i / 2 * 8 + 2 * t + i % 2 < QUERIES)
+                        staged[i / 2 * 8 + 2 * t + i % 2] = product[i / 2][2 * half + i % 2];
             }
-            if constexpr (U_FROM_CHECKPOINT)
-                dot_checkpoint(exact, STATE_ROWS((int)slot_now).from(own_row + 16 * m), 16 * m + 8 < CTA_ROWS,
-                               shared.queries);
-        }
-        const auto combined = [&](int n, int i) {
-            const bool from_checkpoint = U_FROM_CHECKPOINT && query_of(n, 2 * t + i % 2) >= MAX_WINDOW;
-            const float state = from_checkpoint ? exact[n][i] * decay[n][i % 2]
-                                                : product[n][i] * unit[n][i % 2] * row_scale[i / 2];
-            return has_state ? sum[n][i] + state : sum[n][i];
-        };
-        if constexpr (ONE) {
-            // Every lane of a quad holds both queries of rows g and g + 8; the first two solve for one each.
-            const int half = t % 2;
-            const float outputs[MAX_WINDOW] = {half ? combined(0, 2) : combined(0, 0)};
-            const float predictions[MAX_WINDOW] = {half ? combined(0, 3) : combined(0, 1)};
-            if (t < 2) solve_row(16 * m + g + 8 * half, outputs, predictions);
-        } else {
-            // Two matrix steps give every lane a row.
-#pragma unroll
-            for (int n = 0; n < QUERY_TILES; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int column = n * 8 + 2 * t + i % 2;
-                    if (column < QUERIES) stage[(m % 2 * 16 + g + 8 * (i / 2)) * STAGE_STRIDE + column] = combined(n, i);
-                }
-            if (m % 2 == 0 && m + 1 < M_TILES) continue;
-            sync_warp();
-            float outputs[MAX_WINDOW], predictions[MAX_WINDOW];
-#pragma unroll
-            for (int w = 0; w < MAX_WINDOW; w++)
-                outputs[w] = stage[lane * STAGE_STRIDE + w], predictions[w] = stage[lane * STAGE_STRIDE + MAX_WINDOW + w];
-            solve_row(16 * (m - m % 2) + lane, outputs, predictions);
-            sync_warp();
-        }
     }
     sync_warp();
+
+    // u of a row's tokens one after the other, then their outputs. What tokens behind the window's end compute is never
+    // stored.
+    float strength[MAX_WINDOW];
+#pragma unroll
+    for (int w = 0; w < MAX_WINDOW; w++) strength[w] = gates.beta[w];
     u16* to_u = ring_u + (offset_of((int)slot_now, ring_u_stride) + u_column);
-    for (int i = lane; i < length * (U_PLANES + 1) * V_CHUNKS; i += 32) {
-        const int offset = i % V_CHUNKS * 8, plane = i / V_CHUNKS % (U_PLANES + 1), w = i / V_CHUNKS / (U_PLANES + 1);
-        if (plane < U_PLANES)
-            *(uint4*)(to_u + ((wrapped(first_new + w) * (HEADS * U_PLANES) + plane) * ROWS + offset)) =
-                *(const uint4*)(own_u + plane * OWN_SIZE + w * OWN_STRIDE + offset);
-        else
-            *(uint4*)(o + (offset_of((int)start_now + w, HEADS * ROWS) + (own_row + offset))) =
-                *(const uint4*)(own_v + w * OWN_STRIDE + offset);
+#pragma unroll
+    for (int share = 0; share < SHARES; share++) {
+        const int m = t + 4 * share;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (!rows_exist(m, half)) continue;
+            const int row_of_warp = 16 * m + 8 * half + g;
+            float outputs[MAX_WINDOW], u_new[MAX_WINDOW];
+            const float* staged = stage + row_of_warp * STAGE_STRIDE;
+            float predicted[MAX_WINDOW];
+            if constexpr (ONE) {
+                const float4 first = ((const float4*)staged)[0], second = ((const float4*)staged)[1];
+                const float row_factor = READOUT_UNIT * e4m3_scale((unsigned char)scale_of_row[2 * share + half]);
+                const float of_q = ((first.x + first.z) + (second.x + second.z)) * row_factor * factor[0][0];
+                const float of_k = ((first.y + first.w) + (second.y + second.w)) *
+                                   (U_FROM_CHECKPOINT ? factor[0][1] : row_factor * factor[0][1]);
+                outputs[0] = past_sum[ONE ? share : 0][2 * half] + (has_state ? of_q : 0.f);
+                predicted[0] = past_sum[ONE ? share : 0][2 * half + 1] + (has_state ? of_k : 0.f);
+            } else {
+#pragma unroll
+                for (int w = 0; w < MAX_WINDOW; w++) outputs[w] = staged[w], predicted[w] = staged[MAX_WINDOW + w];
+            }
+#pragma unroll
+            for (int w = 0; w < MAX_WINDOW; w++) {
+#pragma unroll
+                for (int j = 0; j < w; j++) {
+                    predicted[w] += pairs[(MAX_WINDOW + w) * WINDOW_ROWS + j] * u_new[j];
+                    outputs[w] += pairs[w * WINDOW_ROWS + j] * u_new[j];
+                }
+                u_new[w] = strength[w] * (activation_to_float(own_v[w * CTA_ROWS + row_of_warp]) - predicted[w]);
+                outputs[w] += (ONE ? pair_of_one : pairs[w * WINDOW_ROWS + w]) * u_new[w];
+            }
+#pragma unroll
+            for (int w = 0; w < MAX_WINDOW; w++) {
+                if (w >= length) continue;
+                const u16 high = float_to_bf16(u_new[w]);
+                u16* at = to_u + (u32)(wrapped(first_new + w) * (HEADS * U_PLANES * ROWS) + row_of_warp);
+                at[0] = high;
+                if (U_PLANES == 2) at[(U_PLANES - 1) * ROWS] = float_to_bf16(u_new[w] - bits_to_float((u32)high << 16));
+                o[offset_of((int)start_now + w, HEADS * ROWS) + (own_row + row_of_warp)] = float_to_activation(outputs[w]);
+            }
+        }
     }
 }

@@ -65,6 +65,12 @@ DEVICE u32 pack_fp16_cut(float low, float high) {
     asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
     return result;
 }
+// Products of two pairs of fp16 numbers.
+DEVICE u32 multiply_fp16(u32 a, u32 b) {
+    u32 result;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
 DEVICE float fp16_to_float(u16 value) {
     float result;
     asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value));

@@ -181,6 +181,11 @@ DEVICE u32 pack_fp16_cut(float low, float high) {
 }
 DEVICE float fp16_to_float(u16 bits) { _Float16 h; std::memcpy(&h, &bits, 2); return (float)h; }
 
+DEVICE u32 multiply_fp16(u32 a, u32 b) {
+    const u16 low = float_to_fp16(fp16_to_float((u16)a) * fp16_to_float((u16)b));
+    return low | (u32)float_to_fp16(fp16_to_float((u16)(a >> 16)) * fp16_to_float((u16)(b >> 16))) << 16;
+}
+
 DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
     if ((uintptr_t)shared % 16 || (valid && (uintptr_t)global % 16)) {
         std::fprintf(stderr, "emulation: misaligned 16-byte copy to %p from %p\n", shared, global);
