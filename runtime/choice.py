@@ -25,29 +25,36 @@ class Choice(NamedTuple):
 _NOTHING = Choice()
 
 
-def choose(requests: Sequence[Request], rows: Sequence[Row], result: StepResult) -> list[Choice]:
-    """What each request's row yields. Logits that are not finite end their own row and no other."""
-    targets, usable = result.chosen or _chosen(requests, rows, result)
+def choose(
+    requests: Sequence[Request], rows: Sequence[Row], result: StepResult, positions: Sequence[int]
+) -> list[Choice]:
+    """What each request's row yields. Logits that are not finite end their own row and no other.
+
+    positions: of each row's first token.
+    """
+    targets, usable = result.chosen or _chosen(requests, rows, result, positions)
     all_usable = all(usable)
     choices = []
-    for request, row, span in zip(requests, rows, result.logits_spans, strict=True):
+    for request, row, span, position in zip(requests, rows, result.logits_spans, positions, strict=True):
         if span.start == span.stop:
             choices.append(_NOTHING)
         elif not (all_usable or all(usable[span])):
             choices.append(Choice(error=NOT_FINITE))
         elif request.processor is not None:
-            choices.append(_processed_choice(request, row, result, span))
+            choices.append(_processed_choice(request, row, result, span, position))
         else:
             tokens = _accept(request, row, targets[span], lambda span=span: result.logits[span])
             choices.append(Choice(tokens, _logprobs(request, result, span, tokens)))
     return choices
 
 
-def _chosen(requests: Sequence[Request], rows: Sequence[Row], result: StepResult) -> tuple[list[int], list[bool]]:
+def _chosen(
+    requests: Sequence[Request], rows: Sequence[Row], result: StepResult, positions: Sequence[int]
+) -> tuple[list[int], list[bool]]:
     """(token, whether its logits are finite) behind each of the step's R wanted tokens."""
     owners = [
-        (request, request.fed + len(row.tokens) - (span.stop - span.start) + 1 + offset)
-        for request, row, span in zip(requests, rows, result.logits_spans, strict=True)
+        (request, position + len(row.tokens) - (span.stop - span.start) + 1 + offset)
+        for request, row, span, position in zip(requests, rows, result.logits_spans, positions, strict=True)
         for offset in range(span.stop - span.start)
     ]
     if not owners:
@@ -62,7 +69,7 @@ def _chosen(requests: Sequence[Request], rows: Sequence[Row], result: StepResult
     return sample(logits, batch).tolist(), finite.tolist()
 
 
-def _processed_choice(request: Request, row: Row, result: StepResult, span: slice) -> Choice:
+def _processed_choice(request: Request, row: Row, result: StepResult, span: slice, position: int) -> Choice:
     """The choice from logits that the request's processor has changed, as sampling and accept rules see them."""
     logits = result.logits[span]
     try:
@@ -70,7 +77,7 @@ def _processed_choice(request: Request, row: Row, result: StepResult, span: slic
     except Exception as error:  # of a client's own making, perhaps: it must not end the step for the other rows
         return Choice(error=str(error) or type(error).__name__)
     count = logits.shape[0]
-    first = request.fed + len(row.tokens) - count + 1
+    first = position + len(row.tokens) - count + 1
     batch = SamplingBatch([request.params] * count, range(first, first + count), logits.device)
     tokens = _accept(request, row, sample(changed, batch).tolist(), lambda: changed)
     return Choice(tokens, _logprobs(request, result, span, tokens))

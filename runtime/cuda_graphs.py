@@ -2,7 +2,8 @@
 
 A graph's rows have `window` tokens each, the first window_lens[b] of which are real; rows that a step does not use are
 padding (design rule 8). Positions, slots and lengths are read from device memory, so a graph replays unchanged for
-ever. A step costs the host one copy in, one launch, one copy out and one wait.
+ever. A step costs the host one copy in, one launch, one copy out and one wait. Each slot's last choice stays on the
+device too, so a step can be launched before the host has read the choices of the one before.
 
 On the CPU the same code runs with a stand-in that calls what would have been captured, for tests.
 """
@@ -23,6 +24,9 @@ from replayssm.runtime.sampling import SamplingBatch, SamplingParams, sample_tok
 Tensor = torch.Tensor
 Executor = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """Runs a network over its inputs without waiting for the device."""
+
+LAST_CHOSEN = -1
+"""In place of a row's first token: the one that the slot's last step chose."""
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes what a step does and returns how to do it again."""
@@ -78,26 +82,36 @@ class CudaCapture:
 
 
 class _Buffers:
-    """Inputs of a step as views of one block on the device and one, page-locked, on the host: one copy moves all."""
+    """Inputs of a step as views of one block on the device and one, page-locked, on the host: one copy moves all.
+
+    Two blocks on the host take turns, because the copy of the one before may still wait behind a running step.
+    """
 
     def __init__(self, layout: Sequence[tuple[str, torch.dtype, int]], device: torch.device) -> None:
         size = sum(-(-count * dtype.itemsize // 16) * 16 for _, dtype, count in layout)
-        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.device, self.host, offset = {}, {}, 0
+        blocks = [torch.zeros(size, dtype=torch.uint8, device=device)]
+        blocks += [torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
+        self._device, *self._hosts = blocks
+        views, offset = ({}, {}, {}), 0
         for name, dtype, count in layout:
             end = offset + count * dtype.itemsize
-            self.device[name] = self._device[offset:end].view(dtype)
-            self.host[name] = self._host[offset:end].view(dtype).numpy()
+            for block, view in zip(blocks, views, strict=True):
+                view[name] = block[offset:end].view(dtype)
             offset = -(-end // 16) * 16
+        self.device, *hosts = views
+        self._views = [{name: tensor.numpy() for name, tensor in host.items()} for host in hosts]
+        self._turn = 0
 
-    def clear(self) -> None:
-        """Only padding rows, on the host."""
-        self._host.zero_()
-        self.host["state_batch_indices"].fill(PAD_SLOT_ID)
+    def clear(self) -> dict[str, numpy.ndarray]:
+        """The inputs of the next upload, on the host: only padding rows so far."""
+        self._turn = 1 - self._turn
+        self._hosts[self._turn].zero_()
+        host = self._views[self._turn]
+        host["state_batch_indices"].fill(PAD_SLOT_ID)
+        return host
 
     def upload(self) -> None:
-        self._device.copy_(self._host, non_blocking=True)
+        self._device.copy_(self._hosts[self._turn], non_blocking=True)
 
 
 class StepGraph:
@@ -109,6 +123,8 @@ class StepGraph:
         graph overwrites them.
     sampled: tokens are drawn by each row's sampling parameters, not only the likeliest ones.
     hidden: size and dtype of the hidden states that a draft head reads beside every token.
+    last_tokens: int64 [slots + 1], what each slot's last step chose; the last entry is that of padding rows. None for a
+        network whose tokens are not chosen here.
     """
 
     def __init__(
@@ -121,8 +137,10 @@ class StepGraph:
         *,
         sampled: bool = False,
         hidden: tuple[int, torch.dtype] | None = None,
+        last_tokens: Tensor | None = None,
     ) -> None:
         self.rows, self.window, self.sampled = rows, window, sampled
+        self._last_tokens = last_tokens
         self._executor, self._error_flag = executor, error_flag
         device = error_flag.device
         integers = ("seq_lens", "window_lens", "state_batch_indices")
@@ -152,9 +170,7 @@ class StepGraph:
         params: Sequence[SamplingParams] | None = None,
     ) -> None:
         """Set the inputs of the next launch: at most `rows` windows of at most `window` tokens."""
-        count = len(windows)
-        self._buffers.clear()
-        host = self._buffers.host
+        count, host = len(windows), self._buffers.clear()
         lengths = numpy.fromiter(map(len, windows), numpy.int32, count)
         filled = numpy.arange(self.window) < lengths[:, None]
         tokens = numpy.fromiter(chain.from_iterable(windows), numpy.int64, int(lengths.sum()))
@@ -175,21 +191,22 @@ class StepGraph:
         places = [row * self.window + i for row, length in enumerate(lengths) for i in range(length)]
         self._hidden.index_copy_(0, torch.tensor(places, device=hidden_states.device), hidden_states)
 
-    def launch(self) -> None:
-        """Run the step and start copying its answers to the host."""
+    def launch(self) -> int:
+        """Run the step and start copying its answers to the host; returns the launch's number, for `wait`."""
         self._replay()
         slot = self._launched % 2
         self._answers[slot].copy_(self._results, non_blocking=True)
         if self._events[slot] is not None:
             self._events[slot].record()
         self._launched += 1
+        return self._launched - 1
 
-    def wait(self, behind: int = 0, places: numpy.ndarray | None = None) -> tuple[Chosen, int]:
-        """(what the last launch chose per token, the device's error flag); behind 1: what the launch before it did.
+    def wait(self, launch: int | None = None, places: numpy.ndarray | None = None) -> tuple[Chosen, int]:
+        """(what a launch chose per token, the device's error flag), of one of the last two launches; None: the last.
 
         places: indices of the tokens that are wanted; None takes all.
         """
-        slot = (self._launched - 1 - behind) % 2
+        slot = (self._launched - 1 if launch is None else launch) % 2
         if self._events[slot] is not None:
             self._events[slot].synchronize()
         values = self._answers[slot].numpy()
@@ -202,8 +219,13 @@ class StepGraph:
     def _body(self) -> None:
         given = self.device_inputs
         positions = given["seq_lens"].unsqueeze(1) + self._offsets
+        places, token_ids = None, given["token_ids"]
+        if self._last_tokens is not None:
+            slots = given["state_batch_indices"].to(torch.int64)
+            places = torch.where(slots == PAD_SLOT_ID, len(self._last_tokens) - 1, slots)
+            token_ids = self._with_last_tokens(token_ids.view(self.rows, self.window), places)
         inputs = {
-            "token_ids": given["token_ids"],
+            "token_ids": token_ids,
             "positions": positions.flatten(),
             "seq_lens": given["seq_lens"],
             "window_starts": self._starts,
@@ -220,10 +242,19 @@ class StepGraph:
         if self.sampled:
             tokens = self._sample(positions, finite)
         self._results = torch.cat([tokens, finite.to(torch.int64), self._error_flag.to(torch.int64)])
+        if places is not None:
+            ends = self._starts + given["window_lens"].clamp(min=1) - 1
+            self._last_tokens.index_copy_(0, places, tokens.index_select(0, ends))
         if self.window == 1:
             # What the next step reads if the host does not load another: steps may follow each other unseen.
             given["token_ids"].copy_(tokens)
             given["seq_lens"].add_(given["window_lens"])
+
+    def _with_last_tokens(self, token_ids: Tensor, places: Tensor) -> Tensor:
+        """[rows * window] of `token_ids` [rows, window], whose first ones may be LAST_CHOSEN."""
+        first = token_ids[:, 0]
+        first = torch.where(first == LAST_CHOSEN, self._last_tokens.index_select(0, places), first)
+        return first if self.window == 1 else torch.cat([first[:, None], token_ids[:, 1:]], dim=1).flatten()
 
     def _keep(self, **outputs: Tensor) -> None:
         """Name the outputs. A graph writes the same tensors at every replay, and so does its stand-in."""
@@ -261,6 +292,7 @@ class StepGraphs:
         self._capture = CudaCapture(device) if device.type == "cuda" else capture_eagerly
         self._rows, self._windows = row_buckets(slots), window_classes(max_window)
         self._graphs: dict[tuple[int, int, bool], StepGraph] = {}
+        self.last_tokens = None if hidden else torch.zeros(slots + 1, dtype=torch.int64, device=device)
 
     def prepare(self) -> None:
         """Capture decode steps and whole verify windows of every number of rows, so that no request waits for it."""
@@ -283,5 +315,6 @@ class StepGraphs:
                 self._capture,
                 sampled=sampled,
                 hidden=self._hidden,
+                last_tokens=self.last_tokens,
             )
         return self._graphs[key]

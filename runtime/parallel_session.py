@@ -27,6 +27,7 @@ from replayssm.runtime.cuda_graphs import StepGraph
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.parallel import RankEngine, rank_engine
 from replayssm.runtime.parallel_processes import EXPECTED, Peers, Place, join_group
+from replayssm.runtime.program import Finish
 from replayssm.runtime.session import PREFILL_CHUNK, DraftRow, Row, Session, StepResult, checked_device
 
 BLOB_MAGIC = b"replayssm ranks\n"
@@ -124,6 +125,16 @@ class ParallelSession(Session):
     def step(self, rows: Sequence[Row]) -> StepResult:
         with self._mirrored("step", rows):
             return super().step(rows)
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """No: the other ranks wait for a step before they take the next call."""
+        return False
+
+    def start_step(self, rows: Sequence[Row]) -> Finish:
+        if not self._inside:
+            raise ValueError("other ranks wait for each step: call `step`")
+        return super().start_step(rows)
 
     def advance(self, accepted: Mapping[int, int]) -> None:
         with self._mirrored("advance", dict(accepted)):

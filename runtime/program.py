@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -19,7 +19,7 @@ from replayssm.runtime.cuda_graphs import Chosen, StepGraphs
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.errors import InferenceError
 from replayssm.runtime.executor import Executor
-from replayssm.runtime.sampling import SamplingParams
+from replayssm.runtime.sampling import SamplingBatch, SamplingParams, sample_tokens
 
 MakeExecutor = Callable[[Network, Mapping[str, LayerState]], Callable[[Mapping[str, torch.Tensor]], dict]]
 """Makes what runs a network over its states: inputs by name in, outputs by public name out."""
@@ -51,19 +51,34 @@ class DraftRow:
     hidden_states: torch.Tensor
 
 
-@dataclass(frozen=True)
 class StepResult:
     """Outputs of a step. logits [R, vocab] (fp32) of the wanted tokens, hidden_states [T, hidden] of all.
 
-    chosen: what the step itself chose behind each of the R tokens, None where the caller has to. Logits of a captured
-    step are overwritten by the next step.
+    logits_spans, token_spans: of each row, among the R and the T. chosen: what the step itself chose behind each of the
+    R tokens, None where the caller has to.
+
+    Outputs may be given as functions that make them when they are read. Those of a captured step are: the next step
+    overwrites what they are made of.
     """
 
-    logits: torch.Tensor
-    hidden_states: torch.Tensor
-    logits_spans: tuple[slice, ...]
-    token_spans: tuple[slice, ...]
-    chosen: Chosen | None = field(default=None, kw_only=True)
+    def __init__(
+        self,
+        logits: torch.Tensor | Callable[[], torch.Tensor],
+        hidden_states: torch.Tensor | Callable[[], torch.Tensor],
+        logits_spans: tuple[slice, ...],
+        token_spans: tuple[slice, ...],
+        chosen: Chosen | None = None,
+    ) -> None:
+        self._logits, self._hidden_states = logits, hidden_states
+        self.logits_spans, self.token_spans, self.chosen = logits_spans, token_spans, chosen
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        return self._logits() if callable(self._logits) else self._logits
+
+    @cached_property
+    def hidden_states(self) -> torch.Tensor:
+        return self._hidden_states() if callable(self._hidden_states) else self._hidden_states
 
     def row_logits(self, row: int) -> torch.Tensor:
         """Logits of one row, [1, vocab], [len(tokens), vocab] or [0, vocab]."""
@@ -74,32 +89,8 @@ class StepResult:
         return self.hidden_states[self.token_spans[row]]
 
 
-class _GraphStepResult(StepResult):
-    """A step of a graph, whose outputs have gaps between rows; the R wanted logits are gathered when they are read."""
-
-    def __init__(
-        self,
-        outputs: tuple[torch.Tensor, torch.Tensor],
-        indices: numpy.ndarray,
-        spans: tuple[tuple[slice, ...], tuple[slice, ...]],
-        chosen: Chosen,
-    ) -> None:
-        values = {"_outputs": outputs, "_indices": indices, "logits_spans": spans[0], "token_spans": spans[1]}
-        for name, value in {**values, "chosen": chosen}.items():
-            object.__setattr__(self, name, value)
-
-    @cached_property
-    def logits(self) -> torch.Tensor:
-        logits = self._outputs[0]
-        # Indices rise, so as many as there are tokens are all of them.
-        if len(self._indices) == logits.shape[0]:
-            return logits
-        return logits.index_select(0, torch.from_numpy(self._indices).to(logits.device))
-
-    @cached_property
-    def hidden_states(self) -> torch.Tensor:
-        """A copy, because drafters keep hidden states beyond the step."""
-        return self._outputs[1].clone()
+Finish = Callable[[], StepResult]
+"""Waits for a step that was started, and returns its outputs. Raises InferenceError if an operator refused a row."""
 
 
 class Program:
@@ -133,16 +124,43 @@ class Program:
             hidden = None if spec is None else (spec.shape[-1], torch_dtype(spec.dtype))
             self.graphs = StepGraphs(self.executor, error_flag, slots, settings.max_window, hidden)
 
-    def __call__(
+    def __call__(self, *arguments: Any) -> StepResult:
+        """`start`, and wait."""
+        return self.start(*arguments)()
+
+    def start(
+        self,
+        rows: Sequence[Row | DraftRow],
+        seq_lens: Sequence[int],
+        wanted: Sequence[str],
+        hidden_states: torch.Tensor | None = None,
+    ) -> Finish:
+        """Run `rows`, whose windows begin at `seq_lens`; what is returned waits for them.
+
+        Prefill rows run beside a captured step of all others, not in it: the device computes that one while the host
+        launches the many operators of these.
+        """
+        short = [len(row.tokens) <= self._max_window for row in rows]
+        if self.graphs is None or (hidden_states is not None and not all(short)):
+            result = self._eager(rows, seq_lens, wanted, hidden_states)
+            return lambda: self._checked(result)
+        if all(short):
+            return self._captured(rows, seq_lens, wanted, hidden_states)
+        if not any(short):
+            return self._choosing(rows, seq_lens, wanted)
+        finishes = []
+        parts = [[index for index, one in enumerate(short) if one is kind] for kind in (True, False)]
+        for begin, part in zip((self._captured, self._choosing), parts, strict=True):
+            finishes.append(begin(*([values[index] for index in part] for values in (rows, seq_lens, wanted))))
+        return lambda: _joined([finish() for finish in finishes], parts)
+
+    def _eager(
         self,
         rows: Sequence[Row | DraftRow],
         seq_lens: Sequence[int],
         wanted: Sequence[str],
         hidden_states: torch.Tensor | None = None,
     ) -> StepResult:
-        """Run `rows`, whose windows begin at `seq_lens`. Raises InferenceError if an operator refused a row."""
-        if self.graphs is not None and all(len(row.tokens) <= self._max_window for row in rows):
-            return self._captured(rows, seq_lens, wanted, hidden_states)
         lengths = [len(row.tokens) for row in rows]
         starts = [0, *accumulate(lengths[:-1])]
         indices, spans = _spans(starts, lengths, wanted)
@@ -161,8 +179,11 @@ class Program:
             inputs["hidden_states"] = hidden_states
         with prefill_rows(max(lengths, default=0) > self._max_window):
             outputs = self.executor(inputs)
-        self.check()
         return StepResult(outputs["logits"], outputs["hidden_states"], *spans)
+
+    def _checked(self, result: StepResult) -> StepResult:
+        self.check()
+        return result
 
     def check(self) -> None:
         """InferenceError if an operator refused a row since the last check. Waits for the device."""
@@ -176,13 +197,44 @@ class Program:
         finally:
             self.wait_s += time.perf_counter() - begin
 
+    def _choosing(self, rows: Sequence[Row], seq_lens: Sequence[int], wanted: Sequence[str]) -> Finish:
+        """An eager step that chooses its tokens, as captured ones do."""
+        result = self._eager(rows, seq_lens, wanted)
+        counts = [span.stop - span.start for span in result.logits_spans]
+        params = [row.params or SamplingParams() for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+        if not params:
+            result.chosen = Chosen([], [])
+            return lambda: self._checked(result)
+        positions = [
+            seq_len + len(row.tokens) - count + 1 + offset
+            for row, seq_len, count in zip(rows, seq_lens, counts, strict=True)
+            for offset in range(count)
+        ]
+        finite = result.logits.amax(dim=1).isfinite()
+        logits = result.logits.masked_fill(~finite[:, None], 0.0)
+        tokens = sample_tokens(logits, SamplingBatch(params, positions, self._device))
+        ends = [
+            (row.slot, span.stop - 1)
+            for row, span in zip(rows, result.logits_spans, strict=True)
+            if span.stop > span.start
+        ]
+        slots, places = (self._tensor(values, torch.int64) for values in zip(*ends, strict=True))
+        self.graphs.last_tokens.index_copy_(0, slots, tokens[places])
+
+        def finish() -> StepResult:
+            self.check()
+            result.chosen = Chosen(tokens.tolist(), finite.tolist())
+            return result
+
+        return finish
+
     def _captured(
         self,
         rows: Sequence[Row | DraftRow],
         seq_lens: Sequence[int],
         wanted: Sequence[str],
-        hidden_states: torch.Tensor | None,
-    ) -> StepResult:
+        hidden_states: torch.Tensor | None = None,
+    ) -> Finish:
         lengths = [len(row.tokens) for row in rows]
         params = [getattr(row, "params", None) or SamplingParams() for row in rows]
         sampled = not all(row.is_greedy for row in params)
@@ -190,15 +242,26 @@ class Program:
         graph.load([row.tokens for row in rows], seq_lens, [row.slot for row in rows], params if sampled else None)
         if hidden_states is not None:
             graph.load_hidden_states(hidden_states, lengths)
-        graph.launch()
+        launch = graph.launch()
         # What needs no answer is done while the device runs.
         indices, spans = _spans(range(0, len(rows) * graph.window, graph.window), lengths, wanted)
-        begin = time.perf_counter()
-        chosen, flag = graph.wait(places=indices)
-        self.wait_s += time.perf_counter() - begin
-        if flag:
-            self.check()
-        return _GraphStepResult((graph.logits, graph.hidden_states), indices, spans, chosen)
+
+        def logits() -> torch.Tensor:
+            # Indices rise, so as many as there are tokens are all of them.
+            if len(indices) == graph.logits.shape[0]:
+                return graph.logits
+            return graph.logits.index_select(0, torch.from_numpy(indices).to(graph.logits.device))
+
+        def finish() -> StepResult:
+            begin = time.perf_counter()
+            chosen, flag = graph.wait(launch, indices)
+            self.wait_s += time.perf_counter() - begin
+            if flag:
+                self.check()
+            # Drafters keep hidden states beyond the step, so they get a copy.
+            return StepResult(logits, lambda: graph.hidden_states.clone(), *spans, chosen)
+
+        return finish
 
     def _tensor(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
@@ -227,6 +290,26 @@ def executor_maker(engine: Engine, device: torch.device) -> MakeExecutor:
         unpacked=engine.resident(device),
         emulate_activation_quantization=emulate,
         operators=engine.operators,
+    )
+
+
+def _joined(results: Sequence[StepResult], parts: Sequence[Sequence[int]]) -> StepResult:
+    """One result of the rows of several, which are those of `parts`."""
+    rows = sum(map(len, parts))
+    spans: tuple[list, list] = ([slice(0)] * rows, [slice(0)] * rows)
+    tokens: list[int] = []
+    finite: list[bool] = []
+    counts = [max(span.stop for span in result.token_spans) for result in results]
+    for result, part, behind in zip(results, parts, [0, *accumulate(counts)], strict=False):
+        for index, logits_span, token_span in zip(part, result.logits_spans, result.token_spans, strict=True):
+            spans[0][index] = slice(logits_span.start + len(tokens), logits_span.stop + len(tokens))
+            spans[1][index] = slice(token_span.start + behind, token_span.stop + behind)
+        tokens, finite = tokens + result.chosen.tokens, finite + result.chosen.finite
+    return StepResult(
+        lambda: torch.cat([result.logits for result in results]),
+        lambda: torch.cat([result.hidden_states[:count] for result, count in zip(results, counts, strict=True)]),
+        *map(tuple, spans),
+        Chosen(tokens, finite),
     )
 
 

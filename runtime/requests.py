@@ -149,6 +149,11 @@ class Request:
         return self.max_tokens - self.generated_count
 
     @property
+    def unread(self) -> int:
+        """1 where the step that chooses the next token has started and was not read yet."""
+        return 0 if self.plan else self.fed - len(self.tokens) + 1
+
+    @property
     def text(self) -> str | None:
         return None if self.stream is None else self.stream.text
 

@@ -5,6 +5,10 @@ whole chunks as far as the token budget and the spread of flushes (`flush_phase`
 differently because of other requests, so a request's windows, and with them its tokens, are those it has alone; only
 draft lengths may follow its own history and the batch. The scheduler belongs to one thread; `engine_loop` is the door
 for others.
+
+Without drafts every token of a window stands, and a captured step leaves its choices on the device. So the next step
+starts before the host has read those of the last one, and what the host does costs the device no time. A request that
+turns out to have ended then runs once more, and nobody looks at what it gives.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from replayssm.runtime.choice import Choice, choose
+from replayssm.runtime.cuda_graphs import LAST_CHOSEN
 from replayssm.runtime.draft_length import AdaptiveDraftLength, DraftCosts
 from replayssm.runtime.flush_phase import FlushPhases, next_history
 from replayssm.runtime.prefix_cache import PrefixCache, Snapshot
+from replayssm.runtime.program import Finish
 from replayssm.runtime.requests import Request, Swapped
 from replayssm.runtime.session import Row, Session, StepResult
 from replayssm.runtime.speculation import Committed, Draft, Drafter, DraftRequest, observes
@@ -80,6 +86,16 @@ class SchedulerStats:
     preemptions: int = 0
 
 
+@dataclass(frozen=True)
+class _Started:
+    """A step that the device computes. positions: tokens of each request's sequence before its window."""
+
+    requests: list[Request]
+    rows: list[Row]
+    positions: list[int]
+    finish: Finish
+
+
 class Scheduler:
     """First come, first served over a session's free slots. See `SchedulerOptions`."""
 
@@ -101,6 +117,7 @@ class Scheduler:
         self.swapped_requests = 0
         self.swapped_bytes = 0
         self._drafter, self._acceptance = drafter, AdaptiveDraftLength.for_all()
+        self._started: _Started | None = None
         self._clock = clock
         self._numbers = 0
         self._mean_duration = 1.0
@@ -139,6 +156,7 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Move a running request to host memory and to the end of the queue; it continues bit-identically."""
+        self._catch_up()
         if request not in self.running:
             raise ValueError("only a running request can be preempted")
         request.swapped = Swapped(self.session.save(request.slot), self._snapshot_drafter(request.slot))
@@ -178,7 +196,8 @@ class Scheduler:
     # A step
 
     def step(self) -> bool:
-        """Admit, run one mixed step and settle it. False if there was nothing to do.
+        """Admit, start one mixed step and settle it, or the one before where steps run ahead. False if there was
+        nothing to do.
 
         Raises what the session, the drafter or a callback raises; running requests cannot go on then, so close.
         """
@@ -186,25 +205,78 @@ class Scheduler:
         self._share()
         self._admit()
         requests = self._select()
-        if not requests:
-            return False
+        last, self._started = self._started, None
+        started = self._start_step(requests) if requests else None
+        if last is not None:
+            self._finish_step(last)
+        if started is not None and self._may_run_ahead(requests):
+            self._started = started
+        elif started is not None:
+            self._finish_step(started)
+        return started is not None or last is not None
+
+    def _start_step(self, requests: list[Request]) -> _Started:
         self._propose([request for request in requests if not request.plan])
-        rows = [_row(request) for request in requests]
-        result = self.session.step(rows)
+        rows, positions = [_row(request) for request in requests], [request.fed for request in requests]
+        if self.session.can_run_ahead:
+            finish = self.session.start_step(rows)
+        else:
+            result = self.session.step(rows)
+            finish = lambda: result  # noqa: E731
         self.stats.steps += 1
-        stands = [
-            self._settle(request, row, choice)
-            for request, row, choice in zip(requests, rows, choose(requests, rows, result), strict=True)
-        ]
-        longest = self.session.settings.max_window
-        self.session.advance({row.slot: n for row, n in zip(rows, stands, strict=True) if len(row.tokens) <= longest})
-        self._observe(requests, rows, stands, result)
-        for request in requests:
+        if self._drafter is None:
+            self._advance(requests, rows, [len(row.tokens) for row in rows])
+        return _Started(requests, rows, positions, finish)
+
+    def _may_run_ahead(self, requests: list[Request]) -> bool:
+        """Whether nothing but the choices of a step is wanted, and no request may have to do with what comes next."""
+        return (
+            self._drafter is None
+            and self.session.can_run_ahead
+            and all(
+                request.processor is None and request.logprobs is None and request.fed not in request.snapshots
+                for request in requests
+            )
+        )
+
+    def _catch_up(self) -> None:
+        """Settle the step that runs ahead, if there is one."""
+        last, self._started = self._started, None
+        if last is not None:
+            self._finish_step(last)
+
+    def _finish_step(self, step: _Started) -> None:
+        result = step.finish()
+        choices = choose(step.requests, step.rows, result, step.positions)
+        if self._drafter is not None:
+            stands = [
+                len(row.tokens) if request.plan or choice.error is not None else len(choice.tokens)
+                for request, row, choice in zip(step.requests, step.rows, choices, strict=True)
+            ]
+            self._count_drafts(step, stands, choices)
+            self._advance(step.requests, step.rows, stands)
+        now = self._clock()
+        for request, position, choice in zip(step.requests, step.positions, choices, strict=True):
+            if request.finish_reason is not None:
+                continue
+            if choice.error is not None:
+                request.end("error", choice.error)
+            elif choice.tokens:
+                if position >= len(request.prompt):
+                    request.calls += 1
+                    self.stats.decode_calls += 1
+                before = request.generated_count
+                request.take(choice.tokens, choice.logprobs, now)
+                self.stats.generated_tokens += request.generated_count - before
+        if self._drafter is not None and observes(self._drafter):
+            self._observe(step, stands, result)
+        for request in step.requests:
+            if request.slot < 0:
+                continue
             if request.finish_reason is not None:
                 self._leave(request)
             elif request.fed in request.snapshots and request.plan:
                 self._keep_snapshot(request)
-        return True
 
     def _expire(self) -> None:
         now = self._clock()
@@ -217,8 +289,11 @@ class Scheduler:
         if self.options.time_slice is None:
             return
         short = len(self.waiting) - self.session.free_slots
+        if short <= 0:
+            return
+        self._catch_up()
         had = [r for r in self.running if self.stats.steps - r.slice_start >= self.options.time_slice]
-        for request in sorted(had, key=lambda request: request.slice_start)[: max(short, 0)]:
+        for request in sorted(had, key=lambda request: request.slice_start)[:short]:
             if self.swapped_bytes >= self.options.swap_bytes:
                 return
             self.preempt(request)
@@ -253,13 +328,16 @@ class Scheduler:
 
     def _select(self) -> list[Request]:
         """Every decoding request, and prompts in turn as far as the budget and the spread of flushes allow."""
-        decoding = [request for request in self.running if not request.plan]
+        decoding = [request for request in self.running if not request.plan and request.remaining > request.unread]
         budget = self.max_num_tokens - len(decoding) * (1 + self.draft_len)
         buffer_len = self.session.settings.buffer_len
         pace = 1 + self.stats.accepted_tokens / max(self.stats.decode_calls, 1)
+        prompts = sorted((r for r in self.running if r.plan), key=lambda r: (r.served, r.number))
+        if not prompts:
+            return decoding
         phases = FlushPhases((request.history for request in decoding), len(self.running), buffer_len, pace)
         prefilling = []
-        for request in sorted((r for r in self.running if r.plan), key=lambda r: (r.served, r.number)):
+        for request in prompts:
             if request.plan[0] > budget:
                 break
             # Somebody decodes where a tail is held back, so a step always moves on.
@@ -273,6 +351,8 @@ class Scheduler:
         return [*decoding, *prefilling]
 
     def _propose(self, decoding: list[Request]) -> None:
+        if self._drafter is None:
+            return
         asking = []
         costs = self.options.draft_costs
         costs = None if costs is None else costs.relative(len(decoding))[: self.draft_len + 1]
@@ -285,53 +365,48 @@ class Scheduler:
                 draws = self.options.draft_sampling and not request.params.is_greedy
                 params = request.params if draws else None
                 asking.append((request, DraftRequest(request.slot, request.tokens, count, params)))
-        if self._drafter is None or not asking:
+        if not asking:
             return
         drafts = self._drafter.draft([wanted for _, wanted in asking])
         for (request, wanted), draft in zip(asking, drafts, strict=True):
             count = wanted.max_tokens
             request.draft = Draft(list(draft.tokens[:count]), None if draft.probs is None else draft.probs[:count])
 
-    def _settle(self, request: Request, row: Row, choice: Choice) -> int:
-        """Take what a row yielded; returns how many tokens of its window stand."""
-        settings = self.session.settings
-        stands, drafted = len(row.tokens), len(row.tokens) - 1
-        is_prefill = stands > settings.max_window
-        if request.plan:
-            request.plan.popleft()
-            self.stats.prompt_tokens += stands
-        elif choice.error is None:
-            request.calls += 1
-            request.drafted += drafted
-            stands = len(choice.tokens)
-            self.stats.decode_calls += 1
-            self.stats.drafted_tokens += drafted
-            self.stats.accepted_tokens += stands - 1
-            if request.draft_length is not None:
-                request.draft_length.observe(drafted, stands - 1)
-        request.fed += stands
-        if settings.buffer_len:
-            history = next_history(request.history, len(row.tokens), settings.buffer_len)
-            request.history = 0 if is_prefill else history + stands
-        if choice.error is not None:
-            request.end("error", choice.error)
-        elif choice.tokens:
-            before = request.generated_count
-            request.take(choice.tokens, choice.logprobs, self._clock())
-            self.stats.generated_tokens += request.generated_count - before
-        return stands
+    def _advance(self, requests: Sequence[Request], rows: Sequence[Row], stands: Sequence[int]) -> None:
+        """Let the first stands[i] tokens of each row's window stand."""
+        longest, buffer_len = self.session.settings.max_window, self.session.settings.buffer_len
+        tentative = {}
+        for request, row, count in zip(requests, rows, stands, strict=True):
+            window = len(row.tokens)
+            if request.plan:
+                request.plan.popleft()
+                self.stats.prompt_tokens += window
+            if window <= longest:
+                tentative[row.slot] = count
+            request.fed += count
+            if buffer_len:
+                history = next_history(request.history, window, buffer_len)
+                request.history = 0 if window > longest else history + count
+        self.session.advance(tentative)
 
-    def _observe(
-        self, requests: Sequence[Request], rows: Sequence[Row], stands: Sequence[int], result: StepResult
-    ) -> None:
+    def _count_drafts(self, step: _Started, stands: Sequence[int], choices: Sequence[Choice]) -> None:
+        for request, row, count, choice in zip(step.requests, step.rows, stands, choices, strict=True):
+            if request.plan or choice.error is not None:
+                continue
+            drafted = len(row.tokens) - 1
+            request.drafted += drafted
+            self.stats.drafted_tokens += drafted
+            self.stats.accepted_tokens += count - 1
+            if request.draft_length is not None:
+                request.draft_length.observe(drafted, count - 1)
+
+    def _observe(self, step: _Started, stands: Sequence[int], result: StepResult) -> None:
         """Tell the drafter what stands, of the requests that go on."""
-        if self._drafter is None or not observes(self._drafter):
-            return
-        going_on = [index for index, request in enumerate(requests) if request.finish_reason is None]
         self._drafter.observe(
             [
-                Committed(rows[i].slot, list(rows[i].tokens[: stands[i]]), result.row_hidden_states(i)[: stands[i]])
-                for i in going_on
+                Committed(row.slot, list(row.tokens[:count]), result.row_hidden_states(index)[:count])
+                for index, (request, row, count) in enumerate(zip(step.requests, step.rows, stands, strict=True))
+                if request.finish_reason is None
             ]
         )
 
@@ -370,7 +445,8 @@ class Scheduler:
 
 def _row(request: Request) -> Row:
     if not request.plan:
-        return Row(request.slot, [request.tokens[-1], *request.draft.tokens], "all", request.params)
+        token = LAST_CHOSEN if request.unread else request.tokens[-1]
+        return Row(request.slot, [token, *request.draft.tokens], "all", request.params)
     end = request.fed + request.plan[0]
     wanted = "last" if end == len(request.prompt) else "none"
     return Row(request.slot, request.prompt[request.fed : end], wanted, request.params)

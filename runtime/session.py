@@ -17,11 +17,11 @@ from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.manifest import EngineDirectoryError
 from replayssm.plugins.slot_blob import load_slot, save_slot, stagger_tail
 from replayssm.plugins.state import LayerState, commit_all, copy_slot
-from replayssm.runtime.cuda_graphs import StepGraph
+from replayssm.runtime.cuda_graphs import LAST_CHOSEN, StepGraph
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.errors import NOT_FINITE, InferenceError
 from replayssm.runtime.executor import Executor
-from replayssm.runtime.program import DraftRow, Program, Row, StepResult, executor_maker
+from replayssm.runtime.program import DraftRow, Finish, Program, Row, StepResult, executor_maker
 
 __all__ = ["LOGITS", "PREFILL_CHUNK", "DraftRow", "Row", "Session", "StepResult", "check_token_ids", "checked_device"]
 
@@ -163,16 +163,30 @@ class Session:
         longer one is prefill and advances the slot by itself. At most one row per slot.
         Raises ValueError for rows that cannot run (nothing has happened then).
         """
+        return self.start_step(rows)()
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether a row's first token may be LAST_CHOSEN: a step can then start before the last one was waited for."""
+        return self._programs["main"].graphs is not None
+
+    def start_step(self, rows: Sequence[Row]) -> Finish:
+        """`step`, but what waits for the device is the function that it returns.
+
+        Where `can_run_ahead`, another step may be started before that is called; it then finds `chosen` only, because
+        logits and hidden states of a captured step last until the next one starts. Raises ValueError as `step` does;
+        any other exception leaves the slots as they were.
+        """
         self._check_rows(rows)
         seq_lens = [self._seq_lens[row.slot] for row in rows]
-        result = self._programs["main"](rows, seq_lens, [row.logits for row in rows])
+        finish = self._programs["main"].start(rows, seq_lens, [row.logits for row in rows])
         for row in rows:
             if len(row.tokens) > self.settings.max_window:
                 self._seq_lens[row.slot] += len(row.tokens)
                 self._windows[row.slot] = 0
             else:
                 self._windows[row.slot] = len(row.tokens)
-        return result
+        return finish
 
     def advance(self, accepted: Mapping[int, int]) -> None:
         """Let the first accepted[slot] tokens of each slot's tentative window stand; the rest never happened.
@@ -262,12 +276,11 @@ class Session:
         graph = graphs.get(len(slots), 1)
         graph.load([[token] for token in tokens], [self._seq_lens[slot] for slot in slots], slots)
         ahead = 0 if self.settings.is_baseline else 1
-        launched = 0
+        launches: list[int] = []
         for done in range(steps):
-            while launched < min(done + 1 + ahead, steps):
-                graph.launch()
-                launched += 1
-            chosen, flag = graph.wait(behind=launched - 1 - done)
+            while len(launches) < min(done + 1 + ahead, steps):
+                launches.append(graph.launch())
+            chosen, flag = graph.wait(launches[done])
             if flag or not all(chosen.finite[: len(slots)]):
                 self._programs["main"].check()
                 raise InferenceError(NOT_FINITE)
@@ -359,7 +372,10 @@ class Session:
             if baseline and self._is_final(self._windows[row.slot]):
                 raise ValueError(f"slot {row.slot}: the baseline cannot run a window again, call advance first")
             self._check_length(row.slot, row.tokens)
-        check_token_ids(chain.from_iterable(row.tokens for row in rows), self.engine.vocab_size)
+        tokens = chain.from_iterable(row.tokens for row in rows)
+        if self.can_run_ahead:
+            tokens = [token for token in tokens if token != LAST_CHOSEN]
+        check_token_ids(tokens, self.engine.vocab_size)
 
     def _check_tokens(self, slot: int, tokens: Sequence[int]) -> None:
         self._check_length(slot, tokens)

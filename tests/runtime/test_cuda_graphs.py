@@ -12,10 +12,10 @@ import random
 import pytest
 import torch
 
-from replayssm.runtime.cuda_graphs import row_buckets, window_classes
+from replayssm.runtime.cuda_graphs import LAST_CHOSEN, row_buckets, window_classes
 from replayssm.runtime.errors import InferenceError
 from replayssm.runtime.generation import generate
-from replayssm.runtime.sampling import SamplingParams
+from replayssm.runtime.sampling import SamplingBatch, SamplingParams, sample
 from replayssm.runtime.session import DraftRow, Row, Session
 from replayssm.runtime.speculation import MtpDrafter, NgramDrafter
 
@@ -85,11 +85,84 @@ def test_captured_steps_equal_eager_ones(tiny_engine, layout, buffer_len):
             session.advance(kept)
 
 
-def test_a_step_beside_a_prefill_is_not_captured(tiny_engine):
-    _, captured = pair(tiny_engine("nano"))
-    result = captured.step([Row(0, [1]), Row(1, random_tokens(9))])
-    assert result.chosen is None
-    assert captured.step([Row(0, [1])]).chosen is not None
+@pytest.mark.parametrize("layout", ["nano", "qwen"])
+def test_prefill_rows_run_beside_a_captured_step(tiny_engine, layout):
+    """Rows of both kinds in any order; spans lead to each row's own outputs, and all rows choose their tokens."""
+    plain, captured = pair(tiny_engine(layout))
+    params = SamplingParams(temperature=1.2, seed=4)
+    for step, wanted in enumerate(("all", "last", "none")):
+        rows = [
+            Row(1, random_tokens(9, step), wanted, params),
+            Row(0, random_tokens(1 + step, step), "all"),
+            Row(2, random_tokens(6, 9 + step), "last"),
+        ]
+        if step == 2:
+            rows = [rows[0], rows[2]]
+        results = [session.step(rows) for session in (plain, captured)]
+        for index, row in enumerate(rows):
+            torch.testing.assert_close(results[1].row_logits(index), results[0].row_logits(index), **CLOSE)
+            hidden_states = [result.row_hidden_states(index) for result in results]
+            torch.testing.assert_close(*hidden_states, **CLOSE)
+            span = results[1].logits_spans[index]
+            count = span.stop - span.start
+            # Of a prefill row the length has grown already.
+            first = captured.seq_len(row.slot) + 1 - (count if len(row.tokens) > 4 else 0)
+            if count:
+                batch = SamplingBatch([row.params or SamplingParams()] * count, range(first, first + count))
+                assert results[1].chosen.tokens[span] == sample(results[0].row_logits(index), batch).tolist()
+        for session in (plain, captured):
+            session.advance({0: 1} if step < 2 else {})
+            assert [session.seq_len(slot) for slot in range(3)] == [plain.seq_len(slot) for slot in range(3)]
+
+
+@pytest.mark.parametrize("buffer_len", [8, 0])
+def test_steps_that_start_before_the_last_one_was_read(tiny_engine, buffer_len):
+    """The device feeds itself: rows come, go and change places meanwhile, and prompts end in a step of their own."""
+    engine = tiny_engine("qwen", buffer_len=buffer_len)
+    ahead, plain = Session(engine, graphs=True), Session(engine)
+    prompts = [random_tokens(7 + 3 * slot, slot) for slot in range(3)]
+    tokens = {}
+    for session in (ahead, plain):
+        slots = [session.allocate() for _ in prompts]
+        session.step([Row(slot, prompts[slot]) for slot in slots])
+    choose = random.Random(3)
+    expected, finishes = [], []
+    for slot in slots:
+        tokens[slot] = int(plain.step([Row(slot, [5])]).logits.argmax())
+        plain.advance({slot: 1})
+    ahead.step([Row(slot, [5]) for slot in slots])
+    ahead.advance(dict.fromkeys(slots, 1))
+    for _ in range(20):
+        rows = choose.sample(slots, choose.randint(1, 3))
+        chosen = [int(plain.step([Row(slot, [tokens[slot]])]).logits.argmax()) for slot in rows]
+        plain.advance(dict.fromkeys(rows, 1))
+        tokens.update(zip(rows, chosen, strict=True))
+        expected.append(chosen)
+        finishes.append(ahead.start_step([Row(slot, [LAST_CHOSEN]) for slot in rows]))
+        ahead.advance(dict.fromkeys(rows, 1))
+        if len(finishes) == 2:
+            assert finishes.pop(0)().chosen.tokens == expected.pop(0)
+    assert finishes.pop()().chosen.tokens == expected.pop()
+
+
+def test_the_last_choice_of_a_prompt_stays_on_the_device(tiny_engine):
+    """Of a prefill row and of a captured one in the same step."""
+    plain, captured = pair(tiny_engine("nano"))
+    rows = [Row(0, random_tokens(9), "last"), Row(1, [3], "last")]
+    following = plain.step(rows).logits.argmax(dim=1).tolist()
+    captured.step(rows)
+    logits = []
+    for session, tokens in ((plain, following), (captured, [LAST_CHOSEN] * 2)):
+        session.advance({1: 1})
+        logits.append(session.step([Row(slot, [token]) for slot, token in enumerate(tokens)]).logits)
+    torch.testing.assert_close(*logits, **CLOSE)
+
+
+def test_a_last_choice_needs_captured_steps(tiny_engine):
+    plain, captured = pair(tiny_engine("nano"))
+    assert (plain.can_run_ahead, captured.can_run_ahead) == (False, True)
+    with pytest.raises(ValueError, match="token id -1 is outside the vocabulary"):
+        plain.step([Row(0, [LAST_CHOSEN])])
 
 
 def test_draft_steps_equal_eager_ones(tiny_engine):
@@ -144,8 +217,6 @@ def test_generation_gives_the_same_tokens(tiny_engine, layout, drafts):
 def test_sampling_runs_inside_the_step(tiny_engine):
     """Rows of one step with parameters of their own, among them greedy ones; the same as sampling outside."""
     plain, captured = pair(tiny_engine("nano"))
-    from replayssm.runtime.sampling import SamplingBatch, sample
-
     params = [SamplingParams(temperature=1.5, seed=3), SamplingParams(), SamplingParams(temperature=0.7, min_p=0.05)]
     rows = [Row(i, random_tokens(length, i), "all", params[i]) for i, length in enumerate((1, 2, 1))]
     chosen = captured.step(rows).chosen

@@ -170,4 +170,4 @@ def test_a_grammar_that_breaks_ends_its_request_only(tiny_engine, kind):
         pass
     assert (bad.finish_reason, bad.error) == ("error", "the grammar cannot go on: too complex")
     assert good.finish_reason == "length"
-    assert choose([], [], type("Empty", (), {"logits_spans": (), "chosen": ([], [])})()) == []
+    assert choose([], [], type("Empty", (), {"logits_spans": (), "chosen": ([], [])})(), []) == []
