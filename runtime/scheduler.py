@@ -156,9 +156,11 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Move a running request to host memory and to the end of the queue; it continues bit-identically."""
-        self._catch_up()
         if request not in self.running:
             raise ValueError("only a running request can be preempted")
+        self._catch_up()
+        if request.finish_reason is not None:
+            return
         request.swapped = Swapped(self.session.save(request.slot), self._snapshot_drafter(request.slot))
         self._leave(request)
         # In this order, so that a reader in another thread never counts too few waiting requests.

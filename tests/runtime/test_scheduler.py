@@ -185,6 +185,49 @@ def test_interleaving_in_float32(tiny_engine, alone, assert_same_tokens):
         assert_same_tokens(engine, PROMPTS[index], ours, expected[index][: len(ours)], FLOAT32_BOUND)
 
 
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+@pytest.mark.parametrize("buffer_len", [8, 0])
+def test_interleavings_of_captured_steps(tiny_engine, alone, draft, buffer_len):
+    """Without drafts, steps start before the last one was read: cancellation, preemption and ends come too late."""
+    engine = tiny_engine("nano", buffer_len=buffer_len)
+    for seed in range(3):
+        session = Session(engine, slots=3, prefill_chunk=CHUNK, graphs=True)
+        options = SchedulerOptions(max_queue=4, time_slice=5, prefix_cache_bytes=1 << 24)
+        requests, scheduler, _ = interleave(session, make_drafter(draft, session), random.Random(seed), options)
+        assert_as_alone(requests, alone("nano", buffer_len=buffer_len))
+        assert scheduler.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("buffer_len", [8, 0])
+def test_a_step_starts_before_the_last_one_was_read(tiny_engine, alone, buffer_len):
+    """Requests end at a token that the next step has already gone past; whoever gets the slot is not disturbed."""
+    expected = alone("nano", buffer_len=buffer_len)
+    session = Session(tiny_engine("nano", buffer_len=buffer_len), slots=2, prefill_chunk=CHUNK, graphs=True)
+    events, start_step = [], session.start_step
+
+    def start(rows):
+        events.append("start")
+        finish = start_step(rows)
+        return lambda: events.append("read") or finish()
+
+    session.start_step = start
+    scheduler = Scheduler(session)
+    requests = []
+    for index in (2, 0, 6, 2, 1):
+        tokens = expected[index]
+        kept = next((i for i in range(3, len(tokens)) if tokens[i] not in tokens[:i]), len(tokens) - 1)
+        request = scheduler.submit(request_for(session, index, end_tokens=[tokens[kept]]))
+        requests.append((request, tokens[: kept + 1]))
+    while scheduler.step():
+        pass
+    for request, wanted in requests:
+        assert request.generated == wanted
+        assert request.acceptance_length == 1.0
+    assert session.free_slots == 2
+    assert max(len(run) for run in "".join(event[0] for event in events).split("r")) == 2, "two at most, and two"
+    assert events.count("start") == events.count("read") == scheduler.stats.steps
+
+
 def recorded_logits(session):
     """Every step's logits from now on."""
     logits, step = [], session.step
