@@ -146,7 +146,7 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        return self.max_tokens - self.generated_count
+        return self.max_tokens + len(self.prompt) - len(self.tokens)
 
     @property
     def unread(self) -> int:

@@ -86,6 +86,9 @@ class SchedulerStats:
     preemptions: int = 0
 
 
+_NO_DRAFT = Draft([])
+
+
 @dataclass(frozen=True)
 class _Started:
     """A step that the device computes. positions: tokens of each request's sequence before its window."""
@@ -273,11 +276,10 @@ class Scheduler:
         if self._drafter is not None and observes(self._drafter):
             self._observe(step, stands, result)
         for request in step.requests:
-            if request.slot < 0:
-                continue
             if request.finish_reason is not None:
-                self._leave(request)
-            elif request.fed in request.snapshots and request.plan:
+                if request.slot >= 0:
+                    self._leave(request)
+            elif request.snapshots and request.fed in request.snapshots and request.plan:
                 self._keep_snapshot(request)
 
     def _expire(self) -> None:
@@ -358,21 +360,23 @@ class Scheduler:
         asking = []
         costs = self.options.draft_costs
         costs = None if costs is None else costs.relative(len(decoding))[: self.draft_len + 1]
+        draws = self.options.draft_sampling
         for request in decoding:
-            request.draft = Draft([])
+            request.draft = _NO_DRAFT
             limit = self.draft_len if request.draft_length is None else request.draft_length.choose(costs)
             # A window yields one token more than its drafts, so the last remaining token needs no draft.
             count = min(limit, request.remaining - 1)
             if count > 0:
-                draws = self.options.draft_sampling and not request.params.is_greedy
-                params = request.params if draws else None
+                params = request.params if draws and not request.params.is_greedy else None
                 asking.append((request, DraftRequest(request.slot, request.tokens, count, params)))
         if not asking:
             return
         drafts = self._drafter.draft([wanted for _, wanted in asking])
         for (request, wanted), draft in zip(asking, drafts, strict=True):
             count = wanted.max_tokens
-            request.draft = Draft(list(draft.tokens[:count]), None if draft.probs is None else draft.probs[:count])
+            if len(draft.tokens) > count:
+                draft = Draft(draft.tokens[:count], None if draft.probs is None else draft.probs[:count])
+            request.draft = draft
 
     def _advance(self, requests: Sequence[Request], rows: Sequence[Row], stands: Sequence[int]) -> None:
         """Let the first stands[i] tokens of each row's window stand."""

@@ -101,10 +101,13 @@ def accept_matching(draft_tokens: Sequence[int], target_tokens: Sequence[int]) -
     """
     if len(target_tokens) != len(draft_tokens) + 1:
         raise ValueError(f"expected {len(draft_tokens) + 1} target tokens, got {len(target_tokens)}")
+    targets = list(target_tokens)
+    if targets[:-1] == draft_tokens:
+        return targets
     accepted = 0
     while accepted < len(draft_tokens) and draft_tokens[accepted] == target_tokens[accepted]:
         accepted += 1
-    return list(target_tokens[: accepted + 1])
+    return targets[: accepted + 1]
 
 
 def accept_rejection(
