@@ -152,7 +152,7 @@ def test_a_rank_ends_where_its_calls_end_otherwise_than_rank_0s(engine, monkeypa
     pipe = Told(("step", ([],), ""), ("allocate", (), outcome))
     plan = parallel_session._Plan(engine.directory, engine.manifest, False, 1, 8, None)
     with pytest.raises(
-        error, match="the call before 'allocate' ended with ValueError" if error is RuntimeError else ""
+        error, match="the call before 'allocate' ended with ValueError" if error is RuntimeError else None
     ):
         parallel_session._follow(Place(1, 2, "cpu", "store", 1), pipe, plan)
     assert pipe.sent == [True, True]
