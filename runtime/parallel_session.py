@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import struct
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,7 +77,8 @@ class ParallelSession(Session):
             raise ValueError(f"rank 0 leads the others, got rank {engine.rank}")
         emulate = engine.emulate_activation_quantization
         plan = _Plan(engine.directory, engine.manifest, emulate, slots, prefill_chunk, graphs)
-        self._inside, self._last, self._generators = False, "", 0
+        self._inside, self._last = False, ""
+        self._numbers = itertools.count()
         self._peers = Peers(engine.ranks, checked_device(device), _follow, plan)
         try:
             with self._peers.call():
@@ -126,15 +128,18 @@ class ParallelSession(Session):
         with self._mirrored("step", rows):
             return super().step(rows)
 
-    @property
-    def can_run_ahead(self) -> bool:
-        """No: the other ranks wait for a step before they take the next call."""
-        return False
-
     def start_step(self, rows: Sequence[Row]) -> Finish:
-        if not self._inside:
-            raise ValueError("other ranks wait for each step: call `step`")
-        return super().start_step(rows)
+        if self._inside:
+            return super().start_step(rows)
+        number = next(self._numbers)  # of what this call begins and another ends
+        with self._mirrored("start_step", number, rows):
+            own = super().start_step(rows)
+
+        def finish() -> StepResult:
+            with self._mirrored("finish", number):
+                return own()
+
+        return finish
 
     def advance(self, accepted: Mapping[int, int]) -> None:
         with self._mirrored("advance", dict(accepted)):
@@ -159,8 +164,7 @@ class ParallelSession(Session):
             return super().draft_step(rows)
 
     def decode_ahead(self, slots: Sequence[int], tokens: Sequence[int], steps: int) -> Iterator[list[int]]:
-        self._generators += 1
-        number, own = self._generators, super().decode_ahead(slots, tokens, steps)
+        number, own = next(self._numbers), super().decode_ahead(slots, tokens, steps)
         with self._mirrored("decode_ahead", number, list(slots), list(tokens), steps):
             pass
         try:
@@ -220,7 +224,7 @@ def _follow(place: Place, pipe: Connection, plan: _Plan) -> None:
     join_group(place)
     session = Session(engine, plan.slots, place.torch_device, plan.prefill_chunk, plan.graphs)
     pipe.send(True)
-    generators: dict[int, Iterator] = {}
+    begun: dict[int, Any] = {}
     outcome = ""
     while True:
         name, arguments, expected = pipe.recv()
@@ -228,21 +232,21 @@ def _follow(place: Place, pipe: Connection, plan: _Plan) -> None:
             raise RuntimeError(f"the call before {name!r} ended with {outcome or 'no error'}, on rank 0 otherwise")
         outcome = ""
         try:
-            _make_call(session, pipe, generators, name, arguments)
+            _make_call(session, pipe, begun, name, arguments)
         except EXPECTED as error:
             outcome = type(error).__name__
 
 
-def _make_call(
-    session: Session, pipe: Connection, generators: dict[int, Iterator], name: str, arguments: tuple
-) -> None:
-    if name == "decode_ahead":
+def _make_call(session: Session, pipe: Connection, begun: dict[int, Any], name: str, arguments: tuple) -> None:
+    if name in ("start_step", "decode_ahead"):
         number, *rest = arguments
-        generators[number] = session.decode_ahead(*rest)
+        begun[number] = getattr(session, name)(*rest)
+    elif name == "finish":
+        begun.pop(arguments[0])()
     elif name == "next":
-        next(generators[arguments[0]], None)
+        next(begun[arguments[0]], None)
     elif name == "stop":
-        generators.pop(arguments[0]).close()
+        begun.pop(arguments[0]).close()
     elif name == "draft_step":
         rows, shape, dtype = arguments
         hidden = torch.empty(shape, dtype=torch_dtype(dtype), device=session.device)

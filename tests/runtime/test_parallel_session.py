@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from replayssm.runtime import parallel_session
+from replayssm.runtime.cuda_graphs import LAST_CHOSEN
 from replayssm.runtime.errors import RankLostError
 from replayssm.runtime.generation import generate
 from replayssm.runtime.parallel import rank_engine
@@ -34,15 +35,15 @@ def engine(tiny_engine):
 
 @pytest.fixture(scope="module")
 def session(engine):
-    """Two ranks, warm. Tests free what they allocate."""
-    with contextlib.closing(open_session(rank_engine(engine, 0, 2), 3)) as session:
+    """Two ranks, warm, with captured steps in their stand-in. Tests free what they allocate."""
+    with contextlib.closing(open_session(rank_engine(engine, 0, 2), 3, graphs=True)) as session:
         session.warm_up()
         yield session
 
 
 @pytest.fixture
 def plain(engine):
-    return Session(engine, 3)
+    return Session(engine, 3, graphs=True)
 
 
 def test_one_rank_is_a_plain_session(engine):
@@ -59,6 +60,22 @@ def test_generated_tokens_are_those_of_one_process(session, plain, draft):
     ours, expected = ([result.token_ids for result in each] for each in results)
     assert ours == expected
     assert session.free_slots == session.slots
+    assert session.can_run_ahead
+
+
+def test_a_step_starts_before_the_last_one_was_waited_for(session, plain):
+    for each in (session, plain):
+        slot = each.allocate()
+        each.prefill(slot, PROMPTS[1])
+        finishes = [each.start_step([Row(slot, [5])])]
+        each.advance({slot: 1})
+        finishes.append(each.start_step([Row(slot, [LAST_CHOSEN])]))
+        chosen = [finish().chosen.tokens for finish in finishes]
+        each.advance({slot: 1})
+        each.free(slot)
+        if each is session:
+            ours = chosen
+    assert ours == chosen
 
 
 def test_logits_copies_and_decoding_ahead(session, plain):
