@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -39,7 +40,7 @@ from e2e_run import Run, free_memory, percentile, split_time
 from replayssm.plugins.contract import ReplaySettings
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.parallel import rank_engine
-from replayssm.runtime.parallel_processes import Place, join_group
+from replayssm.runtime.parallel_processes import Place, end_with_parent, join_group
 
 BENCHMARK = "e2e_tensor_parallel"
 WAIT_S = 300
@@ -208,6 +209,7 @@ class Rank:
 def rank_main(place: Place, meeting, options: argparse.Namespace) -> None:
     """The process of one rank. Ends without exit handlers, which could wait for a rank that is gone."""
     code = 0
+    threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         torch.set_num_threads(place.threads)
         rank = Rank(place, meeting, options)

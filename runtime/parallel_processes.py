@@ -260,7 +260,7 @@ def _run(follow: Follow, place: Place, pipe: Connection, plan: Any) -> None:
     """The process of another rank."""
     # Ctrl-C goes to all processes of a terminal, and rank 0 ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(place.threads)
     code = 0
     try:
@@ -276,7 +276,8 @@ def _run(follow: Follow, place: Place, pipe: Connection, plan: Any) -> None:
     os._exit(code)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """End this process a moment after the one that started it; for a thread of its own."""
     parent = multiprocessing.parent_process()
     wait([parent.sentinel])
     # Rank 0 closes the pipe when it ends in order, and the rank then leaves by itself.
