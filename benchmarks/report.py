@@ -61,9 +61,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([*text, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
 
 
+def shape_of(line: Line) -> str:
+    """The short name of a line's model, whatever format its weights have."""
+    return line["geometry"].removesuffix("-nvfp4")
+
+
 def model_of(line: Line) -> str:
-    """The model's name, and how far it was truncated."""
-    name = NAMES.get(line["geometry"], line["geometry"])
+    """The model's name, the format of its weights, and how far it was truncated."""
+    name = NAMES.get(shape_of(line), line["geometry"])
+    if shape_of(line) != line["geometry"]:
+        name += ", NVFP4 weights"
     whole = line["layers"] == line["layers_total"]
     return name if whole else f"{name} ({line['layers']} of {line['layers_total']} layers)"
 
@@ -115,7 +122,7 @@ def step_table(lines: list[Line]) -> str:
         plain = select(lines, **{**condition(line), "variant": "plain"})
         if not plain:
             continue
-        published = PUBLISHED_STEPS.get(line["geometry"], {}).get(line["batch"], "")
+        published = PUBLISHED_STEPS.get(shape_of(line), {}).get(line["batch"], "")
         is_standard = line["variant"] == "replay"
         rows.append(
             [
@@ -141,7 +148,7 @@ def beside_peer(lines: list[Line], plain: Line, replay: Line) -> str:
     """The speedup if the plain step took the time of the fastest peer's kernel for its state, where that is less."""
     found = [
         line["median_us"]
-        for line in select(lines, geometry=plain["geometry"], batch=plain["batch"], window=1, state_dtype="float32")
+        for line in select(lines, geometry=shape_of(plain), batch=plain["batch"], window=1, state_dtype="float32")
         if line["benchmark"] in KERNEL_BENCHMARKS and line["variant"] not in ("ours", "plain", "tuning")
     ]
     if not found or "ssm_us" not in plain or plain["layers"] != plain["layers_total"]:
@@ -156,7 +163,7 @@ def batch_table(lines: list[Line]) -> str:
     found = [line for line in longest_contexts(decode_lines(lines)) if line["variant"] == "replay"]
     rows = []
     for name, known in PUBLISHED_STEPS.items():
-        own = [line for line in found if line["geometry"] == name]
+        own = [line for line in found if shape_of(line) == name]
         for title, layers in sorted({(model_of(line), line["layers"]) for line in own}) or [(NAMES[name], None)]:
             ours = {line["batch"]: f"{line['speedup']:.2f}" for line in own if line["layers"] == layers}
             rows.append([title, *(f"{known[batch]:.2f}, {ours.get(batch, 'not run')}" for batch in known)])

@@ -64,6 +64,11 @@ def test_missing_figures_are_said_to_be_missing() -> None:
 
 def test_truncated_models_are_named_so() -> None:
     assert report.model_of(decode_line("replay", layers=21)) == "Nemotron-3-Nano-4B (21 of 42 layers)"
+    packed = decode_line("replay", geometry="super120b-nvfp4")
+    assert report.model_of(packed) == "Nemotron-3-Super-120B, NVFP4 weights"
+    assert "Nemotron-3-Super-120B, NVFP4 weights | 0.98, not run | 1.10, not run | 1.27, not run | 1.67, 1.50 |" in (
+        report.batch_table([packed])
+    )
 
 
 def test_a_text_without_a_mark_is_refused(monkeypatch, tmp_path: Path) -> None:
