@@ -267,6 +267,8 @@ def _add_error_handlers(app: FastAPI, server: Server) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(http: HttpRequest, error: RequestValidationError) -> Response:
         first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return answer(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
         param = next((str(part) for part in first["loc"] if part != "body"), None)
         return answer(400, f"{param or 'body'}: {first['msg'].removeprefix('Value error, ')}", param)
 

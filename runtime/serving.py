@@ -37,6 +37,16 @@ def make_drafter(name: str, session: Session, draft_engine: Engine | None = None
     return NgramDrafter() if name == "ngram" else MtpDrafter(session)
 
 
+def check_draft_options(draft: str, draft_len: int | None, adaptive: bool, sampling: bool) -> None:
+    """ValueError for options of drafts where there are none."""
+    given = {"--draft-len": draft_len is not None, "--adaptive-drafts": adaptive, "--draft-sampling": sampling}
+    if draft == "none" and any(given.values()):
+        name = next(name for name, value in given.items() if value)
+        raise ValueError(
+            f"{name} means nothing without drafts: choose --draft {', '.join(DRAFTERS[1:])}, or leave it out"
+        )
+
+
 def slot_bytes(engine: Engine, draft_engine: Engine | None = None) -> tuple[int, int]:
     """(state of one sequence, the part of it that is attention cache for max_seq_len tokens), bytes.
 

@@ -23,11 +23,25 @@ _COMMON = (
     click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"])),
     click.option("--tensor-parallel-size", "--tp-size", "--tp", default=1, type=click.IntRange(1), help="GPUs."),
     click.option("--config", "--extra-llm-api-options", type=FILE, help="YAML with trtllm-bench's keys; goes first."),
-    click.option("--num-requests", default=0, show_default=True, help="Requests of the data set to run; 0: all."),
-    click.option("--warmup", default=2, show_default=True, help="Requests to run before, without measuring."),
+    click.option(
+        "--num-requests",
+        default=0,
+        show_default=True,
+        type=click.IntRange(0),
+        help="Requests of the data set to run; 0: all.",
+    ),
+    click.option(
+        "--warmup", default=2, show_default=True, type=click.IntRange(0), help="Requests to run before, unmeasured."
+    ),
     click.option("--max-num-tokens", type=int, help="Tokens of one step.  [default: 8192]"),
     click.option("--max-seq-len", type=int, help="Prompt and output of a sequence.  [default: the engine's]"),
-    click.option("--prefill-chunk", default=256, show_default=True, help="Prompt tokens of a request in one step."),
+    click.option(
+        "--prefill-chunk",
+        default=256,
+        show_default=True,
+        type=click.IntRange(1),
+        help="Prompt tokens of a request in one step.",
+    ),
     click.option("--eos-id", default=-1, show_default=True, help="Token that ends an output; -1: none does."),
     click.option("--draft", default="none", show_default=True, type=click.Choice(["none", "ngram", "mtp", "engine"])),
     click.option("--draft-engine", type=ENGINE, help="Engine of a smaller model, for --draft engine."),
@@ -104,6 +118,8 @@ def _run(
     options = options if config is None else {**apply_config(config, options), **(fixed or {})}
     if options["concurrency"] == 0 or options["concurrency"] < -1:
         raise ValueError(f"concurrency must be positive, or -1 for all at once, got {options['concurrency']}")
+    drafts = (options[name] for name in ("draft", "draft_len", "adaptive_drafts", "draft_sampling"))
+    serving.check_draft_options(*drafts)
     loaded = rank_engine(Engine.load(engine), 0, options["tensor_parallel_size"])
     loaded = serving.with_max_seq_len(loaded, options["max_seq_len"])
     check_writable(report_json, *(options[name] for name in ("output_json", "request_json", "iteration_log")))

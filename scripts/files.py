@@ -13,9 +13,14 @@ from typing import Any
 def check_writable(*paths: Path | None) -> None:
     """ValueError for a file that could not be written, before the work that fills it."""
     for path in paths:
-        if path is not None:
+        if path is not None and not _is_special(path):
             with _temporary_file(path, delete=True):
                 pass
+
+
+def _is_special(path: Path) -> bool:
+    """Whether `path` is a device or a pipe, which must be written to and not be replaced."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _temporary_file(path: Path, delete: bool) -> Any:
@@ -30,7 +35,12 @@ def _temporary_file(path: Path, delete: bool) -> Any:
 
 def write_lines(path: Path, lines: Iterable[str]) -> int:
     """Write lines so that the file appears whole; returns how many. ValueError where it cannot be written."""
-    count = 0
+    if _is_special(path):
+        text = [line + "\n" for line in lines]
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(text)
+        return len(text)
+    path, count = Path(os.path.realpath(path)), 0
     with _temporary_file(path, delete=False) as file:
         try:
             for line in lines:

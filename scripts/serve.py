@@ -12,6 +12,7 @@ import click
 from replayssm.scripts.config_file import apply_config
 
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+AT_LEAST_0, AT_LEAST_1 = click.IntRange(0), click.IntRange(1)
 MIB = 1 << 20
 CACHED_BATCH_SIZE = 256
 
@@ -56,13 +57,25 @@ CACHED_BATCH_SIZE = 256
     "--adaptive-drafts", is_flag=True, help="Measure what drafts cost here, then draft as many as pay for a request."
 )
 @click.option("--draft-sampling", is_flag=True, help="Draw drafts of sampled requests, and verify by rejection.")
-@click.option("--prefill-chunk", default=256, show_default=True, help="Prompt tokens of a request in one step.")
-@click.option("--max-queue-size", default=256, show_default=True, help="Waiting requests before 429.")
-@click.option("--time-slice", type=int, help="Steps after which a request makes way for a waiting one.")
-@click.option("--swap-memory", default=1024, show_default=True, help="MiB of host memory for those that made way.")
-@click.option("--prefix-cache", default=256, show_default=True, help="MiB for beginnings of prompts; 0 keeps none.")
+@click.option(
+    "--prefill-chunk", default=256, show_default=True, type=AT_LEAST_1, help="Prompt tokens of a request in one step."
+)
+@click.option("--max-queue-size", default=256, show_default=True, type=AT_LEAST_1, help="Waiting requests before 429.")
+@click.option("--time-slice", type=AT_LEAST_1, help="Steps after which a request makes way for a waiting one.")
+@click.option(
+    "--swap-memory",
+    default=1024,
+    show_default=True,
+    type=AT_LEAST_0,
+    help="MiB of host memory for those that made way.",
+)
+@click.option(
+    "--prefix-cache", default=256, show_default=True, type=AT_LEAST_0, help="MiB for beginnings of prompts; 0: none."
+)
 @click.option("--request-timeout", type=click.FloatRange(0, min_open=True), help="Seconds per request.")
-@click.option("--max-request-bytes", default=8 * MIB, show_default=True, help="Size of a request's body.")
+@click.option(
+    "--max-request-bytes", default=8 * MIB, show_default=True, type=AT_LEAST_1, help="Size of a request's body."
+)
 @click.option("--chat-template", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Jinja file.")
 @click.option(
     "--tool-parser", help="How the model writes tool calls: qwen3, qwen3_coder, or auto.  [default: unparsed]"
@@ -74,7 +87,13 @@ CACHED_BATCH_SIZE = 256
 @click.option(
     "--api-key", envvar="REPLAYSSM_API_KEY", help="Bearer token that /v1 wants; better set by $REPLAYSSM_API_KEY."
 )
-@click.option("--shutdown-timeout", default=30, show_default=True, help="Seconds for running requests after SIGTERM.")
+@click.option(
+    "--shutdown-timeout",
+    default=30,
+    show_default=True,
+    type=AT_LEAST_0,
+    help="Seconds for running requests after SIGTERM.",
+)
 @click.option(
     "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
 )
@@ -103,11 +122,12 @@ def serve(
         ) from error
     from replayssm.runtime import logs
     from replayssm.runtime.engine import Engine
-    from replayssm.runtime.serving import settle_heap
+    from replayssm.runtime.serving import check_draft_options, settle_heap
 
     logs.set_up(log_level, log_format == "json")
     options = options if config is None else apply_config(config, options)
     _check_address(options["host"], options["port"])
+    check_draft_options(options["draft"], options["draft_len"], options["adaptive_drafts"], options["draft_sampling"])
     loaded = Engine.load(engine or _cached_engine(checkpoint, options["max_batch_size"], options["max_seq_len"]))
     server_options = _server_options(loaded, **options)
     loop = _loop(loaded, **options)
@@ -177,15 +197,19 @@ def _loop(engine: Any, **options: Any) -> Any:
 def _server_options(engine: Any, **options: Any) -> Any:
     from replayssm.runtime.api import ServerOptions
     from replayssm.runtime.chat_format import check_parsers
+    from replayssm.runtime.text import read_template
 
     check_parsers(engine.tokenizer, options["tool_parser"], options["reasoning_parser"])
+    if options["api_key"] == "":
+        raise ValueError("the API key is empty: leave --api-key out to serve without one")
     template = options["chat_template"]
+    template = None if template is None else read_template(template)
     return ServerOptions(
         model=options["served_model_name"] or engine.manifest.model["name"],
-        api_key=options["api_key"] or None,
+        api_key=options["api_key"],
         timeout_s=options["request_timeout"],
         max_body_bytes=options["max_request_bytes"],
-        chat_template=None if template is None else template.read_text(encoding="utf-8"),
+        chat_template=template,
         tool_parser=options["tool_parser"],
         reasoning_parser=options["reasoning_parser"],
     )

@@ -110,6 +110,8 @@ def test_bad_input(engine, tmp_path):
         (("--dataset", data, "--max-batch-size", 9), "between 1 and the engine's max_batch_size 3"),
         (("--dataset", data, "--sampler-options", tmp_path / "options"), "expected temperature"),
         (("--dataset", data, "--draft", "ngram", "--draft-len", 9), "draft_len must be between 1"),
+        (("--dataset", data, "--draft-sampling"), "--draft-sampling means nothing without drafts"),
+        (("--dataset", data, "--warmup", -1), "Invalid value for '--warmup'"),
         (("--dataset", data, "--max-num-tokens", 9), "max_num_tokens 9 is less"),
         (("--dataset", data, "--report-json", "/proc/a"), "cannot write /proc/a: "),
         (("--dataset", data, "--iteration-log", "/proc/a"), "cannot write /proc/a: "),

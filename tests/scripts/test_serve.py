@@ -144,6 +144,13 @@ def test_kill_and_restart_from_a_checkpoint(tiny_checkpoint, tmp_path):
         (("ENGINE/weights",), "has no config.json"),
         (("/nowhere",), "does not exist"),
         (("ENGINE", "--tool-parser", "hermes"), "tool_parser must be one of qwen3, qwen3_coder, got 'hermes'"),
+        (("ENGINE", "--draft-len", 2), "--draft-len means nothing without drafts: choose --draft ngram, mtp, engine"),
+        (("ENGINE", "--adaptive-drafts"), "--adaptive-drafts means nothing without drafts"),
+        (("ENGINE", "--api-key", ""), "the API key is empty"),
+        (("ENGINE", "--chat-template", "/dev/null"), "Invalid value for '--chat-template'"),
+        (("ENGINE", "--chat-template", "ENGINE/networks.json"), "networks.json, line"),
+        (("ENGINE", "--swap-memory", -1), "Invalid value for '--swap-memory': -1 is not in the range x>=0"),
+        (("ENGINE", "--shutdown-timeout", -1), "Invalid value for '--shutdown-timeout'"),
         (("ENGINE", "--config", "ENGINE/config.json"), "config.json: the key 'format' means nothing here"),
     ],
 )
