@@ -67,7 +67,7 @@ CACHED_BATCH_SIZE = 256
     default=1024,
     show_default=True,
     type=AT_LEAST_0,
-    help="MiB of host memory for those that made way.",
+    help="MiB of host memory for who made way.",
 )
 @click.option(
     "--prefix-cache", default=256, show_default=True, type=AT_LEAST_0, help="MiB for beginnings of prompts; 0: none."
@@ -197,13 +197,14 @@ def _loop(engine: Any, **options: Any) -> Any:
 def _server_options(engine: Any, **options: Any) -> Any:
     from replayssm.runtime.api import ServerOptions
     from replayssm.runtime.chat_format import check_parsers
-    from replayssm.runtime.text import read_template
 
     check_parsers(engine.tokenizer, options["tool_parser"], options["reasoning_parser"])
     if options["api_key"] == "":
         raise ValueError("the API key is empty: leave --api-key out to serve without one")
     template = options["chat_template"]
-    template = None if template is None else read_template(template)
+    template = None if template is None else template.read_text(encoding="utf-8")
+    if template is not None and not template.strip():
+        raise ValueError(f"{options['chat_template']} is empty: expected a chat template in Jinja")
     return ServerOptions(
         model=options["served_model_name"] or engine.manifest.model["name"],
         api_key=options["api_key"],
