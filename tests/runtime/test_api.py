@@ -282,7 +282,7 @@ def test_stats_and_page(server, client):
         ({"prompt": [10**6]}, 400, "token id 1000000 is outside the vocabulary of"),
         ({"prompt": [1] * 400}, 400, "the engine's max_seq_len is 400"),
         ({"max_tokens": 3}, 400, "prompt: Field required"),
-        ("{", 400, "JSON decode error"),
+        ("{", 400, "the body is not JSON: Expecting property name enclosed in double quotes at character 1"),
     ],
 )
 def test_bad_completions(server, body, status, message):
