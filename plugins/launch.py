@@ -227,6 +227,11 @@ class LoadedKernel:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             self._check(driver.cuFuncSetAttribute(self._function, attribute, 100))
 
+    @property
+    def function(self):
+        """The driver's CUfunction, for whoever puts it into a graph by hand."""
+        return self._function
+
     def __call__(
         self, arguments: list[Argument], blocks_y: int, blocks_z: int, stream: int, blocks_x: int | None = None
     ) -> None:

@@ -19,6 +19,7 @@ import numpy
 import torch
 
 from replayssm.plugins.contract import PAD_SLOT_ID
+from replayssm.runtime.graph_memsets import replace_memsets
 from replayssm.runtime.sampling import SamplingBatch, SamplingParams, sample_tokens
 
 Tensor = torch.Tensor
@@ -72,12 +73,14 @@ class CudaCapture:
         with torch.cuda.stream(self._stream):
             body()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         # Other threads of a server may use the device meanwhile.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         # Tokens behind a short window, or of padding rows, are ignored whatever they hold.
         with capture, gaps_left_unwritten():
             body()
+        replace_memsets(graph.raw_cuda_graph(), self._device)
+        graph.instantiate()
         return graph.replay
 
 
