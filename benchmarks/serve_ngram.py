@@ -11,7 +11,9 @@ Random weights write text that never repeats, and prompt lookup has nothing to p
 embedding and an output head with which the model walks through cycles of --period tokens, a different one for every
 request, as far as its layers let it: the embedding is --copy-strength strong beside what the layers add, and a weak one
 loses its way more often. Nothing is forced: drafts are what prompt lookup finds in such a text, and they stand where
-the model's own greedy choice is the same token. --copy-strength 0 leaves the weights random.
+the model's own greedy choice is the same token. --copy-strength 0 leaves the weights random. A line is correct if the
+texts agree with those of the first variant for half of their length on average: greedy texts part where two tokens are
+equally likely to within bf16, and do not meet again, while a fault would part them at once.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ import math
 import random
 import time
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 from e2e_model import Model, load_model
+from e2e_natural import SAME_TOKENS
 from e2e_results import E2eResults, add_common_options, device_of, model_fields
 from e2e_run import Split, free_memory, percentile, profiled_split
 from e2e_spec_decode_throughput import VARIANTS, settings_of
@@ -117,12 +121,13 @@ class Step:
 
 @dataclasses.dataclass
 class Measured:
-    """What the turns of one variant gave; counts are of the measured steps."""
+    """What the turns of one variant gave; counts are of the measured steps, texts of all requests by their number."""
 
     steps: list[Step] = dataclasses.field(default_factory=list)
     calls: int = 0
     drafted: int = 0
     accepted: int = 0
+    texts: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     split: Split | None = None
 
     @property
@@ -160,10 +165,10 @@ def one_step(scheduler: Scheduler) -> Step:
     )
 
 
-def fill(scheduler: Scheduler, requests: Iterator[Request]) -> None:
+def fill(scheduler: Scheduler, requests: Iterator[Request], made: list[Request]) -> None:
     """As many requests as there are slots."""
     for _ in range(scheduler.session.slots - len(scheduler.running) - len(scheduler.waiting)):
-        scheduler.submit(next(requests))
+        made.append(scheduler.submit(next(requests)))
 
 
 def is_filling(scheduler: Scheduler) -> bool:
@@ -177,16 +182,16 @@ def run_turn(variant: str, model: Model, order: list[int], batch: int, options: 
     for window in window_classes(settings.max_window):
         session.step_graph(batch, window)
     scheduler = Scheduler(session, NgramDrafter() if settings.max_window > 1 else None)
-    requests = requests_of(session, order, options, options.seed)
-    fill(scheduler, requests)
+    requests, made = requests_of(session, order, options, options.seed), []
+    fill(scheduler, requests, made)
     while is_filling(scheduler):
         scheduler.step()
-    fill(scheduler, requests)
+    fill(scheduler, requests, made)
     before = dataclasses.replace(scheduler.stats)
     steps = max(1, options.num_steps // options.repeats)
     for _ in range(steps):
         known.steps.append(one_step(scheduler))
-        fill(scheduler, requests)
+        fill(scheduler, requests, made)
     known.calls += scheduler.stats.decode_calls - before.decode_calls
     known.drafted += scheduler.stats.drafted_tokens - before.drafted_tokens
     known.accepted += scheduler.stats.accepted_tokens - before.accepted_tokens
@@ -194,6 +199,10 @@ def run_turn(variant: str, model: Model, order: list[int], batch: int, options: 
         while is_filling(scheduler):
             scheduler.step()
         known.split = profiled_split(scheduler.step, 6, session.device)
+    for request in made:
+        if request.error is not None:
+            raise RuntimeError(request.error)
+        known.texts[request.number] = max(known.texts.get(request.number, []), request.generated, key=len)
     scheduler.close()
     del scheduler, session
     free_memory(device_of(options))
@@ -209,7 +218,7 @@ def measure(model: Model, order: list[int], batch: int, options: argparse.Namesp
     rates = {variant: one.tokens_per_s for variant, one in measured.items()}
     for variant, one in measured.items():
         settings = settings_of(variant, options, options.prompt_len + options.output_len * 3 // 2 + 1)
-        speculates = settings.max_window > 1
+        speculates, share = settings.max_window > 1, common_share(one.texts, next(iter(measured.values())).texts)
         results.add(
             op="serve",
             **model_fields(model, settings, batch, options),
@@ -239,8 +248,19 @@ def measure(model: Model, order: list[int], batch: int, options: argparse.Namesp
                 for field in ("wall", "wait")
             },
             **gap_fields(one.split),
-            correct=True,
+            same_tokens=round(share, 4),
+            correct=share >= SAME_TOKENS,
         )
+
+
+def common_share(ours: dict[int, list[int]], first: dict[int, list[int]]) -> float:
+    """Mean share of a text before its first token that differs from the first variant's for the same request."""
+    shares = []
+    for number in ours.keys() & first.keys():
+        pairs = list(zip(ours[number], first[number], strict=False))
+        if pairs:
+            shares.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) / len(pairs))
+    return sum(shares) / len(shares)
 
 
 def gap_fields(split: Split | None) -> dict:

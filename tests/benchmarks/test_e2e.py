@@ -19,6 +19,7 @@ import e2e_spec_decode_throughput as speculation
 import e2e_suite as suite
 import e2e_tensor_parallel as parallel
 import e2e_vllm
+import serve_ngram
 from e2e_model import load_model
 from e2e_results import E2eResults
 
@@ -100,6 +101,39 @@ def test_natural_acceptance(tiny: Path, tmp_path: Path, drafts: str, variant: st
     assert found["plain"]["acceptance_length"] == 1.0 <= found[variant]["acceptance_length"] <= 4
     with pytest.raises(ValueError, match="holds 2 requests, a batch of 3"):
         speculation.main([*options, *COMMON, "--batch-size", "3"])
+
+
+def test_serving_lines(tiny: Path, tmp_path: Path) -> None:
+    """A random model whose head walks cycles accepts what prompt lookup finds in its own text."""
+    common = ["--model", str(tiny), "--random-weights", "--device", "cpu", "--batch-size", "3", "--num-steps", "16"]
+    common += ["--repeats", "2", "--prompt-len", "24", "--output-len", "16", "--period", "4"]
+    found = {}
+    for strength in ("0", "8"):
+        path = serve_ngram.main([*common, "--copy-strength", strength, "--output", str(tmp_path / strength)])
+        found[strength] = {line["variant"]: line for line in lines(path)}
+    assert list(found["8"]) == ["plain", "replay", "snapshots-ngram", "replay-ngram"]
+    for line in found["8"].values():
+        assert (line["steps"], line["random_weights"], line["acceptance_forced"]) == (16, True, None)
+        assert line["correct"]
+        assert line["value"] == line["tokens_per_s"] > 0
+    assert found["8"]["plain"]["acceptance_length"] == 1.0
+    for name in ("snapshots-ngram", "replay-ngram"):
+        assert found["8"][name]["acceptance_length"] > 3 > 2 > found["0"][name]["acceptance_length"]
+    assert found["8"]["replay-ngram"]["speedup_over_snapshots"] > 0
+    assert any(line["mixed_steps"] for line in found["8"].values()), "requests end, and others begin"
+
+
+def test_texts_are_compared_up_to_where_they_part() -> None:
+    first = {0: [1, 2, 3, 4], 1: [5, 6], 2: []}
+    assert serve_ngram.common_share({0: [1, 2, 9], 1: [5, 6, 7], 2: [1], 3: [1]}, first) == pytest.approx(
+        (2 / 3 + 1) / 2
+    )
+
+
+def test_cycles_of_tokens() -> None:
+    order = torch.tensor([3, 0, 4, 2, 1, 5, 6])
+    behind = serve_ngram.successors(order, 3).tolist()
+    assert behind == [4, 5, 1, 0, 3, 2, 6]
 
 
 def test_forced_acceptance_has_the_stated_probability() -> None:

@@ -50,7 +50,8 @@ for wanted in "$@"; do
     prefill) run_tests prefill tests/plugins/test_prefill_kernels_gpu.py ;;
     readout) run_tests readout tests/plugins/test_readout_kernels_gpu.py ;;
     plans) run_tests plans tests/plugins/test_tensorrt_ops_gpu.py tests/runtime/test_plans_gpu.py ;;
-    sessions) run_tests sessions tests/runtime/test_session_cuda.py tests/runtime/test_executor_cuda.py ;;
+    sessions) run_tests sessions tests/runtime/test_{session,executor}_cuda.py tests/runtime/test_graph_memsets.py \
+        tests/benchmarks/test_graph_gaps_gpu.py ;;
     trtllm) run_tests trtllm tests/integrations/test_trtllm_gpu.py ;;
     memcheck | racecheck | initcheck) memory_tool "$wanted" ;;
     bench) benchmark bench_mamba2_window && benchmark bench_gdn_window ;;
