@@ -87,9 +87,16 @@ class Model:
 
     @property
     def product_elements(self) -> int:
-        """Weight elements of the dense matrix products; two operations each per token."""
-        network = self.networks["main"]
-        return sum(math.prod(network.weights[node.inputs[1]].shape) for node in network.nodes if node.op == "linear")
+        """Weight elements that a token is multiplied with, those of its experts among them; two operations each."""
+        network, elements = self.networks["main"], 0
+        for node in network.nodes:
+            if node.op == "linear":
+                elements += _elements(network, node.inputs[1])
+            elif node.op == "moe":
+                stacked = [name for name in node.inputs[3:] if not name.endswith(("_scale", "_scale_2"))]
+                top_k = network.spec(node.inputs[1]).shape[-1]
+                elements += sum(_elements(network, name) // network.weights[name].shape[0] for name in stacked) * top_k
+        return elements
 
     def kv_bytes(self, dtype_bytes: int = 2) -> int:
         """Bytes of the KV cache per token."""
@@ -140,8 +147,6 @@ def load_model(
     if mtp and networks.mtp is None:
         raise ValueError(f"{source} has no draft head (MTP): choose --drafts ngram")
     weights = _checkpoint_weights(networks, checkpoint) if checkpoint else _random_weights(config, networks, device)
-    if any(node.op == "moe" for node in networks.main.nodes):
-        print("mixture of experts: this host gathers weights per token, so its steps say nothing about a fair one")
     short = {value: key for key, value in PUBLISHED.items()}.get(source, path.name if path.is_dir() else source)
     return Model(
         short,
@@ -164,27 +169,37 @@ def _random_weights(config: ModelConfig, networks: Networks, device: torch.devic
         # The seed depends on the name alone, so that a truncated model has the same layers.
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         shape = recipe.shape[1:] if recipe.stacked else recipe.shape
+        if (packed := _random_packed(recipe.sources[0], recipe.dtype, recipe.shape, generator, device)) is not None:
+            return packed
         out = torch.empty(recipe.shape, dtype=torch_dtype(recipe.dtype), device=device)
         targets = out.unbind() if recipe.stacked else [out]
         for source, target in zip(recipe.sources, targets, strict=True):
-            target.copy_(_random_tensor(config, source, recipe.dtype, shape, generator, device))
+            with torch.device(device):
+                target.copy_(random_weight(config, source, shape, generator))
         return out
 
     return LazyWeights(networks.weight_plan, make)
 
 
-def _random_tensor(
-    config: ModelConfig, name: str, dtype: str, shape: tuple[int, ...], generator: torch.Generator, device: torch.device
-) -> torch.Tensor:
+def _random_packed(
+    name: str, dtype: str, shape: tuple[int, ...], generator: torch.Generator, device: torch.device
+) -> torch.Tensor | None:
+    """Codes and scales of quantized weights, of all experts at once; None for a weight of another kind."""
     if dtype == "uint8":
         return torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
     if name.endswith("scale_2") or name.endswith("input_scale"):
         # Widths of published models lie between 1,024 and 12,544: products then stay within an order of 1.
         return torch.full(shape, 1 / (DISTRIBUTION_STD_OF_NVFP4_CODES * math.sqrt(4096)), device=device)
     if name.endswith("weight_scale"):
-        return torch.rand(shape, device=device, generator=generator) / 2 + 0.75
-    with torch.device(device):
-        return random_weight(config, name, shape, generator)
+        scale = torch.rand(shape, device=device, generator=generator) / 2 + 0.75
+        return scale.to(torch_dtype(dtype))
+    return None
+
+
+def _elements(network: Network, name: str) -> int:
+    """Of the weight, dequantized."""
+    spec = network.weights[name]
+    return math.prod(spec.shape) * (2 if spec.dtype == "uint8" else 1)
 
 
 def _nbytes(network: Network, name: str) -> int:

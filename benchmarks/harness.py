@@ -140,9 +140,10 @@ class Results:
         }
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
+        format = fields.get("state_dtype", fields.get("format", ""))
         print(
             f"{fields['geometry']:9s} {fields['variant']:12s} B={fields['batch']:4d} W={fields['window']} "
-            f"{fields['state_dtype']:8s} fill={fields['fill']!s:6s} {timing.median_us:8.1f} us {gb_s:6.0f} GB/s "
+            f"{format:8s} fill={fields.get('fill')!s:6s} {timing.median_us:8.1f} us {gb_s:6.0f} GB/s "
             f"{100 * gb_s / ceiling_gb_s:5.1f} %",
             flush=True,
         )

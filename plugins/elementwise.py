@@ -25,15 +25,16 @@ CHUNK = 8
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, its arguments and its grid (blocks_x, blocks_y, 1)."""
+    """A kernel, its arguments and its grid."""
 
     config: KernelConfig
     arguments: list[Argument]
     blocks_x: int
-    blocks_y: int
+    blocks_y: int = 1
+    blocks_z: int = 1
 
     def run(self, device: torch.device) -> None:
-        launch.launch(self.config, self.arguments, device, self.blocks_y, blocks_x=self.blocks_x)
+        launch.launch(self.config, self.arguments, device, self.blocks_y, self.blocks_z, self.blocks_x)
 
 
 def supports(*tensors: torch.Tensor) -> bool:
@@ -79,7 +80,7 @@ def plan_rms_norm(
         ZERO_CENTERED=int(zero_centered),
     )
     strides = [x.stride(0), 0 if addend is None else addend.stride(0)]
-    return Launch(config, [x, addend, weight, _float_bits(eps), *strides, out, total], x.shape[0], 1)
+    return Launch(config, [x, addend, weight, float_bits(eps), *strides, out, total], x.shape[0], 1)
 
 
 def plan_gated_rms_norm(
@@ -107,7 +108,7 @@ def plan_gated_rms_norm(
         LANES=lanes,
         GATE_FIRST=int(gate_first),
     )
-    arguments = [x, z, weight, _float_bits(eps), x.stride(0), z.stride(0), out]
+    arguments = [x, z, weight, float_bits(eps), x.stride(0), z.stride(0), out]
     return Launch(config, arguments, x.shape[0], -(-(columns // group_size) // (threads // lanes)))
 
 
@@ -133,7 +134,7 @@ def plan_norm_rope(
         ROPE_DIM=2 * frequencies.numel(),
         ZERO_CENTERED=int(zero_centered),
     )
-    arguments = [x, weight, frequencies, positions, _float_bits(eps), x.stride(0), x.stride(1), out]
+    arguments = [x, weight, frequencies, positions, float_bits(eps), x.stride(0), x.stride(1), out]
     return Launch(config, arguments, x.shape[0], -(-heads // 4))
 
 
@@ -216,5 +217,5 @@ def _config(kernel: str, dtype: torch.dtype, threads: int, shared: int = 0, **de
     return KernelConfig(kernel, tuple(sorted(defines.items())), 1, threads, shared)
 
 
-def _float_bits(value: float) -> int:
+def float_bits(value: float) -> int:
     return struct.unpack("i", struct.pack("f", value))[0]

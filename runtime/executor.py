@@ -73,7 +73,7 @@ class Executor:
         nodes = [self._unpack_node(node) for node in network.nodes] if self._unpack else network.nodes
         fuse = self.device.type == "cuda" if fuse is None else fuse
         self._operators = {**(fusion.FUSED_OPERATORS if fuse else OPERATORS), **(operators or {})}
-        self._steps = self._compile(fusion.fuse(network, nodes) if fuse else nodes)
+        self._steps = self._compile(fusion.fuse(network, nodes, pack=not self._emulate) if fuse else nodes)
         self._outputs = {public: self._register_of[name] for public, name in network.outputs.items()}
 
     @torch.no_grad()
@@ -121,6 +121,8 @@ class Executor:
     def _load(self, name: str) -> Tensor:
         if parts := fusion.joined_parts(name, self.network):
             return self._joined(parts)
+        if (made := fusion.derived(name, lambda source: self._load(source).to(self.device))) is not None:
+            return made
         if name not in self._weights:
             raise ValueError(f"network {self.network.name!r} needs the weight {name!r}, which the engine lacks")
         weight, spec = self._weights[name], self.network.weights[name]

@@ -1,20 +1,22 @@
 """Fewer, larger operators for a network on a GPU: the executor runs `fuse(network, nodes)` instead of the nodes.
 
 Projections of the same input become one matrix product over their joined weights, and elementwise operators join the
-norm, activation or product that follows. The kernels of `plugins.elementwise` serve 16-bit activations; everything else
-falls back to the operators of `functional_ops`, so a fused network also runs on the CPU, where tests compare the two.
+norm, activation or product that follows. Weights of 4 and 8 bits stay packed and become operands in the products of
+`plugins.weight_only`, which takes them in an order of its own. The kernels serve 16-bit activations; everything
+else falls back to the operators of `functional_ops`, so a fused network also runs on the CPU, where tests compare.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from replayssm.plugins import elementwise
+from replayssm.plugins import elementwise, routing, weight_only
 from replayssm.plugins.network import Network, Node
 from replayssm.runtime import functional_ops as ops
 
@@ -26,10 +28,22 @@ JOINED_COLUMNS = 8
 JOIN = "+"
 """Between the names of joined weights, in the name of the joined one."""
 
+PARTS = "@parts"
+"""Behind the name of an fp32 weight [n, k], in that of [2 n, k]: the weight in bf16, and what that leaves in bf16."""
 
-def fuse(network: Network, nodes: Sequence[Node]) -> list[Node]:
-    """`nodes` of `network` with the same results. Names of joined weights are their parts' names with JOIN between."""
-    nodes = _join_linears(network, list(nodes))
+TILES = "@tiles"
+"""Behind the name of a weight, in that of the same as `weight_only.pack` arranges it, NVFP4 block scales included."""
+
+
+def fuse(network: Network, nodes: Sequence[Node], pack: bool = True) -> list[Node]:
+    """`nodes` of `network` with the same results. Names of joined weights are their parts' names with JOIN between.
+
+    pack: take packed weights, and those of experts, as the kernels want them, which multiply without rounding
+        activations: named with TILES behind, and with their features in the attribute `tiles`.
+    """
+    nodes = _split_routers(network, _join_linears(network, list(nodes)))
+    if pack:
+        nodes = [_tile_weights(network, node) if node.op in ("linear", "moe") else node for node in nodes]
     for first, second, rule in _RULES:
         nodes = _fuse_pairs(network, nodes, first, second, rule)
     return nodes
@@ -38,6 +52,73 @@ def fuse(network: Network, nodes: Sequence[Node]) -> list[Node]:
 def joined_parts(name: str, network: Network) -> list[str]:
     """Weights that a joined one consists of, in order; empty for a weight of the network itself."""
     return name.split(JOIN) if JOIN in name and name not in network.weights else []
+
+
+def derived(name: str, load: Callable[[str], Tensor]) -> Tensor | None:
+    """A weight that is made of others, which `load` gives by name; None for a weight of another kind."""
+    if name.endswith(TILES):
+        source = name.removesuffix(TILES)
+        weight = load(source)
+        format = {torch.uint8: "nvfp4", torch.float8_e4m3fn: "fp8"}.get(weight.dtype, "dense")
+        return weight_only.pack(format, weight, load(source + BLOCK_SCALE) if format == "nvfp4" else None)
+    if name.endswith(PARTS):
+        weight = load(name.removesuffix(PARTS))
+        high = weight.bfloat16()
+        return torch.cat([high, (weight - high.to(weight.dtype)).bfloat16()])
+    return None
+
+
+BLOCK_SCALE = "_scale"
+"""Behind the name of an NVFP4 weight, in that of its block scales."""
+
+
+def _split_routers(network: Network, nodes: list[Node]) -> list[Node]:
+    """Routers with fp32 weights as one product of 16-bit numbers: each weight as the sum of two of them.
+
+    That keeps 16 bits of it: all of a weight that a checkpoint stores in bf16, and twice what activations have.
+    """
+    routed = {node.inputs[0]: node for node in nodes if node.op == "route_sigmoid"}
+    uses = Counter(name for node in nodes for name in node.inputs)
+    changed: dict[int, Node] = {}
+    for node in nodes:
+        router = routed.get(node.outputs[0]) if node.op == "linear" else None
+        weight = network.weights.get(node.inputs[1]) if router is not None else None
+        if weight is None or weight.dtype != "float32" or uses[node.outputs[0]] > 1:
+            continue
+        if network.spec(node.inputs[0]).dtype == "bfloat16":
+            changed[id(node)] = replace(node, inputs=(node.inputs[0], node.inputs[1] + PARTS))
+            changed[id(router)] = replace(router, attributes={**router.attributes, "parts": 2})
+    return [changed.get(id(node), node) for node in nodes]
+
+
+def _tile_weights(network: Network, node: Node) -> Node:
+    if network.spec(node.inputs[0]).dtype not in ("bfloat16", "float16"):
+        return node
+    at = ops.WEIGHT_OPERATORS[node.op]
+    inputs, projections = list(node.inputs[:at]), []
+    for projection in node.attributes.get("projections", [node.attributes]):
+        count = 1 + ops.scale_count(projection["format"], projection["activations"])
+        tensors, at = list(node.inputs[at : at + count]), at + count
+        if (features := _tiled_features(network, node.op, projection["format"], tensors)) is not None:
+            projection = {**projection, "tiles": features}
+            tensors[0] += TILES
+            if projection["format"] == "nvfp4":
+                del tensors[1]
+        inputs += tensors
+        projections.append(projection)
+    changed = {"projections": projections} if "projections" in node.attributes else projections[0]
+    return replace(node, inputs=tuple(inputs), attributes={**node.attributes, **changed})
+
+
+def _tiled_features(network: Network, op: str, format: str, tensors: list[str]) -> list[int] | None:
+    """[out, in] of a weight that the kernels take; None for others, such as 16-bit ones without experts."""
+    if tensors[0] not in network.weights or (op == "linear" and format == "dense"):
+        return None
+    if format == "nvfp4" and tensors[1] != tensors[0] + BLOCK_SCALE:
+        return None
+    *_, rows, columns = network.weights[tensors[0]].shape
+    columns *= 2 if format == "nvfp4" else 1
+    return [rows, columns] if weight_only.takes_weight(format, rows, columns) else None
 
 
 def _join_linears(network: Network, nodes: list[Node]) -> list[Node]:
@@ -140,12 +221,92 @@ def _kernels_take(activations: Sequence[Tensor], weights: Sequence[Tensor] = ())
     )
 
 
-def linear(x: Tensor, weight: Tensor, *scales: Tensor, output_dtype: torch.dtype, **attributes: Any) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    *scales: Tensor,
+    output_dtype: torch.dtype,
+    format: str,
+    activations: str | None,
+    emulate: bool = False,
+    tiles: list[int] | None = None,
+) -> Tensor:
     """As `functional_ops.linear`; the product itself is returned in fp32 where that is asked for."""
+    if tiles is not None:
+        (held,) = _held([weight, *scales], [{"format": format, "activations": activations, "tiles": tiles}])
+        rows = x if elementwise.supports(x) else x.contiguous()
+        if x.is_cuda and weight_only.takes(rows):
+            return weight_only.linear(rows, held, output_dtype)
+        weight, *scales = _checkpoint_tensors(held, scales[-1] if activations is not None else None)
     narrow = x.is_cuda and x.dtype in elementwise.SIXTEEN_BITS and x.dim() == 2 and weight.dtype == x.dtype
-    if narrow and output_dtype == torch.float32 and attributes["format"] == "dense":
+    if narrow and output_dtype == torch.float32 and format == "dense":
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return ops.linear(x, weight, *scales, output_dtype=output_dtype, **attributes)
+    return ops.linear(
+        x, weight, *scales, output_dtype=output_dtype, format=format, activations=activations, emulate=emulate
+    )
+
+
+def _held(tensors: Sequence[Tensor], projections: Sequence[dict[str, Any]]) -> list[weight_only.Weight]:
+    """Projections in tiles as the kernels read them; `tensors` holds tiles, scale and input scale of each."""
+    found, at = [], 0
+    for projection in projections:
+        scaled = projection["format"] != "dense"
+        scale = tensors[at + 1] if scaled else None
+        found.append(weight_only.Weight(projection["format"], tensors[at], scale, *projection["tiles"]))
+        at += 1 + scaled + (projection["activations"] is not None)
+    return found
+
+
+def _checkpoint_tensors(held: weight_only.Weight, input_scale: Tensor | None) -> list[Tensor]:
+    """What `functional_ops` reads: codes, block scales, scale, input scale, as far as there are."""
+    found = weight_only.unpack(held)
+    if held.format == "dense":
+        found = [tensor.view(torch.bfloat16) for tensor in found]
+    return found + [scale for scale in (held.scale, input_scale) if scale is not None]
+
+
+def route_sigmoid(
+    logits: Tensor, correction_bias: Tensor, *, top_k: int, scaling: float, normalize: bool, parts: int = 1
+) -> tuple[Tensor, Tensor]:
+    """As `functional_ops.route_sigmoid`, of the sum of `parts` logits [T, parts * E]."""
+    if logits.is_cuda and logits.shape[0] > 0 and routing.supports(logits, top_k, correction_bias):
+        return routing.route(logits, correction_bias, top_k, scaling, normalize, parts)
+    logits = logits.unflatten(1, (parts, -1)).sum(1) if parts > 1 else logits
+    return ops.route_sigmoid(logits, correction_bias, top_k=top_k, scaling=scaling, normalize=normalize)
+
+
+def route_softmax(logits: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
+    if logits.is_cuda and logits.shape[0] > 0 and routing.supports(logits, top_k, None):
+        return routing.route(logits, None, top_k)
+    return ops.route_softmax(logits, top_k=top_k)
+
+
+def moe(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    *tensors: Tensor,
+    activation: str,
+    projections: list[dict[str, Any]],
+    emulate: bool = False,
+) -> Tensor:
+    """As `functional_ops.moe`."""
+    tiled = all("tiles" in projection for projection in projections)
+    if x.is_cuda and tiled and weights.dtype == torch.float32:
+        held, rows = _held(tensors, projections), x if elementwise.supports(x) else x.contiguous()
+        if weight_only.takes(rows) and len({weight.format for weight in held}) == 1:
+            return weight_only.moe(rows, ids, weights, held, activation)
+    plain, at = [], 0
+    for projection in projections:
+        scaled, rounded = projection["format"] != "dense", projection["activations"] is not None
+        count = 1 + (scaled + rounded if "tiles" in projection else ops.scale_count(**projection))
+        own, at = tensors[at : at + count], at + count
+        if "tiles" in projection:
+            (held,) = _held(own, [projection])
+            own = _checkpoint_tensors(held, own[-1] if rounded else None)
+        plain += own
+    projections = [{"format": p["format"], "activations": p["activations"]} for p in projections]
+    return ops.moe(x, ids, weights, *plain, activation=activation, projections=projections, emulate=emulate)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, zero_centered: bool) -> Tensor:
@@ -192,6 +353,9 @@ def squared_relu(x: Tensor) -> Tensor:
 FUSED_OPERATORS: dict[str, Callable[..., Any]] = {
     **ops.OPERATORS,
     "linear": linear,
+    "moe": moe,
+    "route_sigmoid": route_sigmoid,
+    "route_softmax": route_softmax,
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
     "gated_rms_norm": gated_rms_norm,

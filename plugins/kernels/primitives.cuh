@@ -94,6 +94,14 @@ DEVICE float larger_magnitude(float a, float b) {
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(fabsf(a)), "f"(fabsf(b)));
     return result;
 }
+// Products of two pairs of bf16 or fp16 numbers, each rounded once; subnormal numbers count.
+template <int FORMAT>
+DEVICE u32 multiply_pairs(u32 a, u32 b) {
+    if constexpr (FORMAT == FORMAT_FP16) return multiply_fp16(a, b);
+    u32 result;  // a sum with -0, because a product alone needs sm_90
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(0x80008000u));
+    return result;
+}
 // The halves of a pair of fp16 numbers.
 DEVICE void widen_fp16(float& low, float& high, u32 pair) {
     asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
@@ -111,6 +119,11 @@ DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "mem
 // Waits for the thread's copies of all groups but the last committed one.
 DEVICE void copy_async_wait_but_last() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Waits for the thread's copies of all groups but the last COUNT committed ones.
+template <int COUNT>
+DEVICE void copy_async_wait_but() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
+}
 
 #if BULK_COPY
 // One thread asks the copy engine for a whole tile; a barrier in shared memory says when it has landed.
@@ -263,6 +276,8 @@ DEVICE void sync_group(int barrier, int threads) {
 }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void atomic_or(int* address, int value) { atomicOr(address, value); }
+// Returns what was there before.
+DEVICE int atomic_add(int* address, int value) { return atomicAdd(address, value); }
 
 #ifdef DISTURB
 // For tests of memory order: blocks take each other's places and start after different delays.

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
+from packed_products import check_everything
 from window_steps import Steps, assert_close, compare
 
 from replayssm.plugins import launch
@@ -44,3 +45,5 @@ if __name__ == "__main__":
         worst = compare(steps, launch, 6)
         print(geometry, {name: f"{error:.1e}" for name, error in worst.items()}, flush=True)
         assert_close(worst, steps)
+    check_everything("cuda:0")
+    print("packed products", flush=True)

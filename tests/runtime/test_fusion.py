@@ -139,3 +139,57 @@ def test_joined_weights_are_kept_once_and_shared(tiny_checkpoint):
     assert first.weight_bytes == sum(tensor.nbytes for tensor in weights.values())
     Executor(network, weights, states, fuse=True, unpacked=shared)
     assert all(shared[name] is kept[name] for name in kept)
+
+
+def packed_experts(checkpoint: Checkpoint):
+    """The main network with packed experts and output projections, and its weights: these random, others as stored."""
+    formats = {"experts": "w4a16_nvfp4", "out_proj": "nvfp4", "o_proj": "fp8"}
+
+    def format_of(module: str) -> str:
+        return next((format for part, format in formats.items() if part in module.split(".")), "dense")
+
+    traced = build_networks(checkpoint.config, format_of, mtp=False)
+    generator, weights = torch.Generator().manual_seed(3), {}
+    for name in traced.main.weights:
+        recipe = traced.weight_plan[name]
+        if recipe.dtype == "uint8":
+            weights[name] = torch.randint(0, 256, recipe.shape, dtype=torch.uint8, generator=generator)
+        elif name.endswith(("scale", "scale_2")):
+            scale = torch.rand(recipe.shape, generator=generator) / (16 if recipe.dtype == "float32" else 1)
+            weights[name] = scale.to(getattr(torch, recipe.dtype))
+        elif recipe.dtype == "float8_e4m3fn":
+            weights[name] = torch.randn(recipe.shape, generator=generator).to(torch.float8_e4m3fn)
+        else:
+            weights[name] = recipe.load(checkpoint.tensor)
+    return traced.main, weights
+
+
+@pytest.mark.parametrize("layout", ["super", "qwen_moe"])
+def test_weights_in_the_kernels_tiles_give_the_same_logits(layout, tiny_checkpoint):
+    """Without kernels tiles are put back, so all that differs is how products are joined and routers split: bf16
+    activations then differ in their last bits, 2^-8, and a handful of layers adds that up."""
+    network, weights = packed_experts(Checkpoint.open(tiny_checkpoint(layout)))
+    settings = ReplaySettings(buffer_len=4, max_window=3, max_seq_len=64)
+    executors, logits = [], []
+    for fuse in (False, True):
+        states = {name: allocate_state(spec.geometry, settings, 2) for name, spec in network.states.items()}
+        executors.append(Executor(network, weights, states, unpack_weights=False, fuse=fuse))
+        logits.append(executors[-1](rows([5, 7], [0, 0]))["logits"])
+    distance = (logits[1] - logits[0]).norm() / logits[0].norm()
+    assert distance < 0.05
+    held = executors[1]._unpacked
+    tiles = [name for name in held if name.endswith(fusion.TILES)]
+    assert {"experts", "out_proj", "o_proj"} <= {part for name in tiles for part in name.split(".")}
+    assert not {name.removesuffix(fusion.TILES) for name in tiles} & executors[1]._register_of.keys(), "kept once"
+    assert any(name.endswith(fusion.PARTS) for name in held) == (layout == "super")
+
+
+def test_a_router_is_split_into_two_narrow_parts():
+    weight = torch.randn(6, 64)
+    parts = fusion.derived("gate.weight" + fusion.PARTS, {"gate.weight": weight}.__getitem__)
+    assert (parts.dtype, tuple(parts.shape)) == (torch.bfloat16, (12, 64))
+    assert ((parts[:6].double() + parts[6:].double() - weight).abs() <= 2.0**-17 * weight.abs()).all()
+    exact = fusion.derived("gate.weight" + fusion.PARTS, {"gate.weight": weight.bfloat16().float()}.__getitem__)
+    assert torch.equal(exact[:6].float(), weight.bfloat16().float())
+    assert not exact[6:].any()
+    assert fusion.derived("gate.weight", {"gate.weight": weight}.__getitem__) is None

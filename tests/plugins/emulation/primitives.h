@@ -14,6 +14,7 @@
 #include <functional>
 #include <numeric>
 #include <random>
+#include <utility>
 #include <vector>
 
 typedef uint32_t u32;
@@ -54,7 +55,7 @@ struct Fiber {
     bool started, done;
     std::vector<char> stack;
     std::vector<std::function<void()>> copies;
-    size_t last_group, previous_group;  // ends of the last two committed groups in `copies`
+    std::vector<size_t> groups;  // ends of the committed groups in `copies`
 };
 extern unsigned char* shared_memory;
 unsigned char* shared_memory;
@@ -86,7 +87,7 @@ inline void entry() {
     _longjmp(scheduler, 1);
 }
 inline void run_block() {
-    for (Fiber& fiber : fibers) fiber.started = fiber.done = false, fiber.last_group = fiber.previous_group = 0, fiber.copies.clear();
+    for (Fiber& fiber : fibers) fiber.started = fiber.done = false, fiber.groups.clear(), fiber.copies.clear();
     for (Warp& warp : warps) warp = Warp();
     block_meeting = Rendezvous();
     for (Rendezvous& meeting : group_meetings) meeting = Rendezvous();
@@ -197,22 +198,24 @@ DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
 }
 DEVICE void copy_async_commit() {
     auto& fiber = emulation::fibers[emulation::current];
-    fiber.previous_group = fiber.last_group;
-    fiber.last_group = fiber.copies.size();
+    fiber.groups.push_back(fiber.copies.size());
 }
-DEVICE void copy_async_wait_but_last() {
+template <int COUNT>
+DEVICE void copy_async_wait_but() {
     auto& fiber = emulation::fibers[emulation::current];
-    for (size_t i = 0; i < fiber.previous_group; i++) {
+    if (fiber.groups.size() <= COUNT) return;
+    for (size_t i = 0; i < fiber.groups[fiber.groups.size() - 1 - COUNT]; i++) {
         if (fiber.copies[i]) fiber.copies[i]();
         fiber.copies[i] = nullptr;
     }
 }
+DEVICE void copy_async_wait_but_last() { copy_async_wait_but<1>(); }
 DEVICE void copy_async_wait() {
     auto& fiber = emulation::fibers[emulation::current];
     for (auto& copy : fiber.copies)
         if (copy) copy();
     fiber.copies.clear();
-    fiber.last_group = fiber.previous_group = 0;
+    fiber.groups.clear();
 }
 // The whole range is read, so that an address outside of the tensors is found.
 static volatile unsigned char prefetched;
@@ -321,6 +324,12 @@ DEVICE float larger_magnitude(float a, float b) {
 DEVICE void widen_fp16(float& low, float& high, u32 pair) {
     low = fp16_to_float((u16)pair), high = fp16_to_float((u16)(pair >> 16));
 }
+template <int FORMAT>
+DEVICE u32 multiply_pairs(u32 a, u32 b) {
+    if (FORMAT == FORMAT_FP16) return multiply_fp16(a, b);
+    return pack_bf16(bits_to_float(a << 16) * bits_to_float(b << 16),
+                     bits_to_float(a & 0xffff0000u) * bits_to_float(b & 0xffff0000u));
+}
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
     const u64 both = (u64)b << 32 | a;
     u32 result = 0;
@@ -361,3 +370,4 @@ DEVICE void sync_threads() { emulation::meet(emulation::block_meeting, emulation
 DEVICE void sync_group(int barrier, int expected) { emulation::meet(emulation::group_meetings[barrier], expected); }
 DEVICE void sync_warp() { emulation::exchange("syncwarp", {0}, [](u32 (*)[6], int) { return 0; }); }
 DEVICE void atomic_or(int* address, int value) { *address |= value; }
+DEVICE int atomic_add(int* address, int value) { return std::exchange(*address, *address + value); }

@@ -1,0 +1,237 @@
+// out = activation(x W^T) with weights of 4, 8 or 16 bits that become 16-bit operands in registers, dense or by expert.
+//
+// A block computes 32 weight rows (output features) a warp for up to TILE_TOKENS tokens; the weights are the left operand
+// of m16n8k16, so that a few tokens waste little. Each warp loads its own weights, a tile ahead, into registers; the
+// activations travel through STAGES tiles in shared memory, which the warps share. A token's sums run over columns in an
+// order that depends on the shape and the number of splits alone.
+//
+// Grid: row tiles, token tiles, splits. Stamped in: THREADS, MIN_CTAS, STAGES, TILE_TOKENS, MODE, ACTIVATION, OUTPUT_FP32
+// (the unrounded product, one [tokens, out_features] per split), WEIGHT_FORMAT, ACTIVATION_FORMAT, SHARED_BYTES. See
+// plugins/weight_only.py.
+#include "weight_only.cuh"
+
+// Which tokens a tile holds: consecutive ones; those of pairs (token, choice) sorted by expert; or the sorted pairs
+// themselves, whose results go to the pairs' places.
+#define MODE_DENSE 0
+#define MODE_GATHER 1
+#define MODE_SCATTER 2
+#define ACTIVATION_NONE 0
+#define ACTIVATION_SQUARED_RELU 1
+#define ACTIVATION_SWIGLU 2  // of two weights: a warp's first 16 rows are the gate's
+
+constexpr int WARPS = THREADS / 32, PARTS = TILE_TOKENS / 8;
+constexpr bool PAIRED = ACTIVATION == ACTIVATION_SWIGLU;
+constexpr int WARP_FEATURES = PAIRED ? 16 : 32, TILE_FEATURES = WARPS * WARP_FEATURES;
+constexpr int STAGE_BYTES = TILE_TOKENS * X_ROW_BYTES;
+constexpr int OUT_PITCH = TILE_FEATURES + 8;  // of the results' rows, in elements
+constexpr int BUFFER_BYTES = larger(STAGES * STAGE_BYTES, TILE_TOKENS * OUT_PITCH * 2);  // results take the stages' place
+static_assert(SHARED_BYTES >= BUFFER_BYTES + 8 * TILE_TOKENS, "stages, offsets of rows in x, rows of out");
+
+// Starts the copies of x's columns from `column` on. x_offsets: of the tile's rows in chunks, negative where there is none.
+DEVICE void load_x(unsigned char* stage, const activation_t* x, const int* x_offsets, int column, int in_features) {
+    constexpr int ROWS = THREADS / X_CHUNKS;  // even, so that a thread's chunks lie in one place of their rows
+    const int first = (int)threadIdx.x / X_CHUNKS, chunk = (int)threadIdx.x % X_CHUNKS;
+    const bool in_row = column + chunk * 8 < in_features;
+    unsigned char* target = stage + first * X_ROW_BYTES + x_place(first, chunk) * 16;
+    const uint4* from = (const uint4*)(x + column) + chunk;
+    int offsets[(TILE_TOKENS + ROWS - 1) / ROWS];
+#pragma unroll
+    for (int i = 0; i * ROWS < TILE_TOKENS; i++)
+        offsets[i] = first + i * ROWS < TILE_TOKENS ? x_offsets[first + i * ROWS] : -1;
+#pragma unroll
+    for (int i = 0; i * ROWS < TILE_TOKENS; i++)
+        if (first + i * ROWS < TILE_TOKENS)
+            copy_async_16(target + i * ROWS * X_ROW_BYTES, from + offsets[i], in_row && offsets[i] >= 0);
+}
+static_assert(THREADS / X_CHUNKS % 2 == 0, "see ROWS");
+
+// sums += a tile's products, for the tile's first 8 USED tokens.
+template <int USED>
+DEVICE void multiply_tile(float (&sums)[2][PARTS][4], const WeightRows (&rows)[2], const unsigned char* stage) {
+    const int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    u32 factors[2][2];
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            factors[m][half] = HAS_BLOCK_SCALES ? nvfp4_factors(rows[m].scales >> 16 * half) : 0u;
+#pragma unroll
+    for (int unit = 0; unit < UNITS; unit++) {
+        u32 a[2][2][4];
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                decode_unit(rows[m].codes[half], factors[m][half], unit, a[m][half]);
+#pragma unroll
+        for (int n = 0; n < USED; n++) {
+            const uint4 b = *(const uint4*)(stage + (n * 8 + g) * X_ROW_BYTES + x_place(g, UNITS * t + unit) * 16);
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+                mma_16bit<ACTIVATION_FORMAT>(sums[m][n], a[m][0][0], a[m][1][0], a[m][0][1], a[m][1][1], b.x, b.y);
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+                mma_16bit<ACTIVATION_FORMAT>(sums[m][n], a[m][0][2], a[m][1][2], a[m][0][3], a[m][1][3], b.z, b.w);
+        }
+    }
+}
+
+DEVICE float activated(float first, float second) {
+    if constexpr (ACTIVATION == ACTIVATION_SQUARED_RELU) {
+        const float positive = first > 0.f || first != first ? first : 0.f;
+        return positive * positive;
+    }
+    if constexpr (PAIRED) return rounded(first * sigmoid(first)) * second;
+    return first;
+}
+
+// Rounded results of the tile to memory, through shared memory, so that a token's features are stored together.
+DEVICE void store_results(float (&sums)[2][PARTS][4], unsigned char* memory, const int* out_rows, int count,
+                          float unit, float gate_unit, int out_features, int first_feature, activation_t* out) {
+    const int tid = (int)threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+    activation_t* results = (activation_t*)memory;
+#pragma unroll
+    for (int n = 0; n < PARTS; n++) {
+        if (n * 8 >= count) break;
+#pragma unroll
+        for (int m = 0; m < (PAIRED ? 1 : 2); m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float values[2];
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const float first = rounded(sums[m][n][2 * half + e] * (PAIRED ? gate_unit : unit));
+                    values[e] = activated(first, PAIRED ? rounded(sums[1][n][2 * half + e] * unit) : 0.f);
+                }
+                const u32 pair = (u32)float_to_activation(values[0]) | (u32)float_to_activation(values[1]) << 16;
+                const int feature = warp * WARP_FEATURES + m * 16 + half * 8 + 2 * t;
+                *(u32*)(results + (n * 8 + g) * OUT_PITCH + feature) = transpose_matrix(pair);
+            }
+    }
+    sync_threads();
+    constexpr int CHUNKS = TILE_FEATURES / 8;
+    for (int i = tid; i < count * CHUNKS; i += THREADS) {
+        const int row = i / CHUNKS, feature = i % CHUNKS * 8;
+        if (first_feature + feature >= out_features) continue;
+        activation_t* to = out + offset_of(out_rows[row], out_features) + first_feature + feature;
+        *(uint4*)to = *(const uint4*)(results + row * OUT_PITCH + feature);
+    }
+}
+
+DEVICE void store_sums(float (&sums)[2][PARTS][4], const int* out_rows, int count, float unit, int out_features,
+                       int first_feature, float* out) {
+    const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < PARTS; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int token = n * 8 + 2 * t + e;
+            if (token >= count) continue;
+            float* row = out + offset_of(out_rows[token], out_features);
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int feature = first_feature + warp * 32 + m * 16 + half * 8 + g;
+                    if (feature < out_features) row[feature] = sums[m][n][2 * half + e] * unit;
+                }
+        }
+}
+
+// What a warp multiplies: `steps` tiles of weights, two parts of 16 rows each, and of activations.
+struct Work {
+    const unsigned char* weights[2];
+    const activation_t* x;
+    const int* x_offsets;
+    unsigned char* stages;
+    int part[2], first_column, in_features, steps;
+
+    DEVICE_MEMBER void load_weights(int tile, WeightRows (&rows)[2]) const {
+        if (tile >= steps) return;
+        const int lane = (int)threadIdx.x % 32;
+#pragma unroll
+        for (int m = 0; m < 2; m++) rows[m] = load_rows(weights[m] + tile * TILE_BYTES, part[m], lane);
+    }
+    DEVICE_MEMBER void start_x(int tile) const {
+        if (tile < steps)
+            load_x(stages + tile % STAGES * STAGE_BYTES, x, x_offsets, first_column + tile * TILE_K, in_features);
+        copy_async_commit();
+    }
+    // For the block's first 8 USED tokens. rows: of the first tile, loaded.
+    template <int USED>
+    DEVICE_MEMBER void multiply(float (&sums)[2][PARTS][4], WeightRows (&rows)[2][2]) const {
+        for (int tile = 0; tile < STAGES - 1; tile++) start_x(tile);
+#pragma unroll 1
+        for (int tile = 0; tile < steps; tile += 2) {
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) {
+                if (tile + odd >= steps) break;
+                load_weights(tile + odd + 1, rows[1 - odd]);
+                copy_async_wait_but<STAGES - 2>();
+                sync_threads();
+                start_x(tile + odd + STAGES - 1);
+                multiply_tile<USED>(sums, rows[odd], stages + (tile + odd) % STAGES * STAGE_BYTES);
+            }
+        }
+        copy_async_wait();
+        sync_threads();
+    }
+};
+
+KERNEL(THREADS, MIN_CTAS)
+weight_only_gemm(
+    // x [tokens, in_features], rows x_stride apart; weight [experts, row tiles, column tiles, TILE_BYTES] and, for SwiGLU,
+    // its gate; their fp32 scales [experts], null for 16-bit weights
+    const activation_t* x, const unsigned char* weight, const float* scale, const unsigned char* gate,
+    const float* gate_scale,
+    // tiles [token tiles, 3]: expert, first of `order`, count; order [pairs]: pairs sorted by expert; null where dense
+    const int* tiles, const int* order, int tokens, int x_stride, int in_features, int out_features, int top_k,
+    // [tokens or pairs, out_features], dense
+    void* out) {
+    DYNAMIC_SHARED(memory);
+    int* x_offsets = (int*)(memory + BUFFER_BYTES);
+    int* out_rows = (int*)(x_offsets + TILE_TOKENS);
+    int expert = 0, first = (int)blockIdx.y * TILE_TOKENS, count = tokens - first;
+    if constexpr (MODE != MODE_DENSE) {
+        const int* tile = tiles + 3 * (int)blockIdx.y;
+        expert = tile[0], first = tile[1], count = tile[2];
+        if (count == 0) return;
+    }
+    count = count < TILE_TOKENS ? count : TILE_TOKENS;
+
+    const int warp = (int)threadIdx.x / 32;
+    const int first_feature = (int)blockIdx.x * TILE_FEATURES, feature = first_feature + warp * WARP_FEATURES;
+    const int row_tiles = (out_features + 31) / 32, all_steps = (in_features + TILE_K - 1) / TILE_K;
+    const int splits = (int)gridDim.z, split_steps = (all_steps + splits - 1) / splits;
+    const int first_step = (int)blockIdx.z * split_steps;
+    const int steps = all_steps - first_step < split_steps ? all_steps - first_step : split_steps;
+    const int row_tile = feature / 32 < row_tiles ? feature / 32 : row_tiles - 1;  // rows behind the last are not stored
+    const long long begin = (((long long)expert * row_tiles + row_tile) * all_steps + first_step) * TILE_BYTES;
+    const int half = feature / 16 % 2;
+    const Work work = {{(PAIRED ? gate : weight) + begin, weight + begin}, x, x_offsets, memory,
+                       {PAIRED ? half : 0, PAIRED ? half : 1}, first_step * TILE_K, in_features, steps};
+    WeightRows rows[2][2];
+    work.load_weights(0, rows[0]);
+    for (int i = (int)threadIdx.x; i < TILE_TOKENS; i += THREADS) {
+        const int at = i < count ? first + i : -1, pair = MODE == MODE_DENSE || at < 0 ? at : order[at];
+        const int source = MODE == MODE_GATHER && pair >= 0 ? pair / top_k : at;
+        x_offsets[i] = source < 0 ? -1 : (int)(offset_of(source, x_stride) / 8);
+        out_rows[i] = MODE == MODE_SCATTER ? pair : at;
+    }
+    sync_threads();
+    float sums[2][PARTS][4] = {};
+    if (PARTS >= 4 && count <= TILE_TOKENS / 4)
+        work.multiply<larger(1, PARTS / 4)>(sums, rows);
+    else if (PARTS >= 4 && count <= TILE_TOKENS / 2)
+        work.multiply<larger(1, PARTS / 2)>(sums, rows);
+    else
+        work.multiply<PARTS>(sums, rows);
+
+    const float unit = DECODED_UNIT * (WEIGHT_FORMAT == WEIGHTS_16BIT ? 1.f : scale[expert]);
+    const float gate_unit = !PAIRED || WEIGHT_FORMAT == WEIGHTS_16BIT ? unit : DECODED_UNIT * gate_scale[expert];
+    if constexpr (OUTPUT_FP32)
+        store_sums(sums, out_rows, count, unit, out_features, first_feature,
+                   (float*)out + (long long)blockIdx.z * tokens * out_features);
+    else
+        store_results(sums, memory, out_rows, count, unit, gate_unit, out_features, first_feature, (activation_t*)out);
+}

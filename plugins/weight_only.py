@@ -1,0 +1,362 @@
+"""Matrix products of 16-bit activations with weights that stay packed: NVFP4, FP8 or 16 bits, dense or by expert.
+
+A weight is read once per product and becomes 16-bit operands in registers (kernels/weight_only_gemm.cu), so that with
+few tokens the time is that of its packed bytes. Sums are fp32; NVFP4 codes times block scales are exact, the scale of
+the tensor enters behind the sum.
+
+Weights are kept as `pack` arranges them once, at loading: tiles in the order in which a warp loads them, NVFP4
+scales beside their codes, and codes in an order in which eight of them are decoded with eleven instructions. The bytes
+are those of the checkpoint, but for rows and columns of zeros that fill the last tiles.
+
+`plan_*` builds launches without a GPU, for tests that emulate them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from replayssm.plugins import launch
+from replayssm.plugins.elementwise import CHUNK, Launch, supports
+from replayssm.plugins.geometry import FORMATS, KernelConfig, architecture
+
+Tensor = torch.Tensor
+
+WEIGHT_FORMATS = {"dense": 0, "fp8": 1, "nvfp4": 2}
+"""WEIGHTS_* of kernels/weight_only.cuh."""
+WEIGHT_BITS = {"dense": 16, "fp8": 8, "nvfp4": 4}
+MODES = {"dense": 0, "gather": 1, "scatter": 2}
+ACTIVATIONS = {None: 0, "squared_relu": 1, "swiglu": 2}
+
+SIGN_BITS = (15, 31, 12, 28, 13, 29, 14, 30)
+MAGNITUDE_BITS = (6, 22, 3, 19, 0, 16, 9, 25)
+"""Where code 0 to 7 of a word has its sign and the lowest bit of its magnitude: see decode_nvfp4."""
+
+TILE_ROWS = 32
+TILE_COLUMNS = {"dense": 32, "fp8": 64, "nvfp4": 128}
+CHUNK_BYTES = 16
+COLUMN_MULTIPLE = 64
+"""Input features come in these: whole chunks of a row of activations, and of block scales."""
+ROW_MULTIPLE = 8
+WARPS = 4
+ASSUMED_ARCH = 90
+"""Compute capability that launches are planned for without a GPU."""
+BLOCKS_WANTED = 2 * 132
+"""Blocks below which a dense product splits its columns; twice the multiprocessors of an H200."""
+MOST_TILE_TOKENS = 64
+WORDS_AT_A_TIME = 1 << 24
+"""32-bit words that `pack_words` converts at a time."""
+PACKED_BYTES = 1 << 26
+"""Bytes that `pack` converts at a time, and at least one matrix."""
+
+DEQUANTIZE_ABOVE = 1024
+"""Tokens above which a dense product dequantizes its weight and leaves the rest to cuBLAS."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One projection [out_features, in_features], dense or stacked by expert, as the kernels read it.
+
+    tiles: uint8 [..., row tiles, column tiles, bytes] of `pack`. scale: fp32 [...], one per matrix; None for 16 bits.
+    """
+
+    format: str
+    tiles: Tensor
+    scale: Tensor | None
+    out_features: int
+    in_features: int
+
+
+def pack(format: str, weight: Tensor, block_scale: Tensor | None = None) -> Tensor:
+    """Tiles uint8 [..., row tiles, column tiles, bytes] of a weight [..., out, in] (nvfp4: [..., out, in / 2]).
+
+    block_scale: of nvfp4, e4m3 [..., out, in / 16]. Kernels/weight_only.cuh has the layout. Needs the memory of a few
+    experts beside the result.
+    """
+    codes = weight.contiguous().view(torch.uint8)
+    stacked = codes if codes.dim() == 3 else codes.unsqueeze(0)
+    scales = None if block_scale is None else block_scale.contiguous().view(torch.uint8).view(*stacked.shape[:2], -1)
+    out, step = None, max(1, PACKED_BYTES // stacked[0].numel())
+    for start in range(0, len(stacked), step):
+        part = slice(start, start + step)
+        tiles = _tile_codes(pack_words(stacked[part]) if format == "nvfp4" else stacked[part])
+        if scales is not None:
+            tiles = torch.cat([tiles, _tile_scales(scales[part])], -1)
+        if out is None:
+            out = torch.empty(len(stacked), *tiles.shape[1:], dtype=torch.uint8, device=codes.device)
+        out[part] = tiles
+    return out if codes.dim() == 3 else out[0]
+
+
+def _tile_codes(codes: Tensor) -> Tensor:
+    """[E, row tiles, column tiles, 2048] of bytes [E, rows, n]: row tiles of 32 rows, column tiles of 64 bytes."""
+    padded = _padded(codes, TILE_ROWS, 4 * CHUNK_BYTES)
+    experts, rows, columns = padded.shape
+    # row = 32 R + 8 part + g, byte = 64 K + 16 t + b; stored by (R, K, part, lane 4 g + t, b)
+    split = padded.view(experts, rows // 32, 4, 8, columns // 64, 4, 16)
+    return split.permute(0, 1, 4, 2, 3, 5, 6).reshape(experts, rows // 32, columns // 64, -1)
+
+
+def _tile_scales(scales: Tensor) -> Tensor:
+    """[E, row tiles, column tiles, 256] of bytes [E, rows, n]: two of each row for each of four lanes."""
+    padded = _padded(scales, TILE_ROWS, 8)
+    experts, rows, columns = padded.shape
+    split = padded.view(experts, rows // 32, 4, 8, columns // 8, 4, 2)
+    return split.permute(0, 1, 4, 3, 5, 2, 6).reshape(experts, rows // 32, columns // 8, -1)
+
+
+def _padded(values: Tensor, rows: int, columns: int) -> Tensor:
+    missing = (-values.shape[2] % columns, -values.shape[1] % rows)
+    return F.pad(values, (0, missing[0], 0, missing[1])) if any(missing) else values
+
+
+def unpack(weight: Weight) -> list[Tensor]:
+    """The weight as `pack` took it: codes and, for nvfp4, e4m3 block scales. For what the kernels do not serve."""
+    tiles = weight.tiles if weight.tiles.dim() == 4 else weight.tiles.unsqueeze(0)
+    experts, row_tiles, column_tiles, _ = tiles.shape
+    codes = tiles[..., :2048].reshape(experts, row_tiles, column_tiles, 4, 8, 4, 16).permute(0, 1, 3, 4, 2, 5, 6)
+    row_bytes = weight.in_features * WEIGHT_BITS[weight.format] // 8
+    codes = codes.reshape(experts, row_tiles * 32, -1)[:, : weight.out_features, :row_bytes].contiguous()
+    found = [unpack_words(codes) if weight.format == "nvfp4" else codes]
+    if weight.format == "nvfp4":
+        scales = tiles[..., 2048:].reshape(experts, row_tiles, column_tiles, 8, 4, 4, 2).permute(0, 1, 5, 3, 2, 4, 6)
+        scales = scales.reshape(experts, row_tiles * 32, -1)[:, : weight.out_features, : weight.in_features // 16]
+        found.append(scales.contiguous().view(torch.float8_e4m3fn))
+    elif weight.format == "fp8":
+        found[0] = found[0].view(torch.float8_e4m3fn)
+    return found if weight.tiles.dim() == 4 else [tensor[0] for tensor in found]
+
+
+def pack_words(codes: Tensor) -> Tensor:
+    """NVFP4 codes uint8 [..., n] of a checkpoint, two to a byte, in the kernels' order; n in fours."""
+    return _permuted(codes, _checkpoint_bits(), zip(SIGN_BITS, MAGNITUDE_BITS, strict=True))
+
+
+def unpack_words(codes: Tensor) -> Tensor:
+    """Inverse of `pack_words`."""
+    return _permuted(codes, zip(SIGN_BITS, MAGNITUDE_BITS, strict=True), _checkpoint_bits())
+
+
+def _checkpoint_bits() -> list[tuple[int, int]]:
+    return [(4 * index + 3, 4 * index) for index in range(8)]
+
+
+def _permuted(codes: Tensor, sources, targets) -> Tensor:
+    moves: dict[int, int] = {}  # by distance: the bits that arrive
+    for (sign, magnitude), (new_sign, new_magnitude) in zip(sources, targets, strict=True):
+        for distance, bits in ((new_sign - sign, 1 << new_sign), (new_magnitude - magnitude, 7 << new_magnitude)):
+            moves[distance] = moves.get(distance, 0) | bits
+    words = codes.contiguous().view(torch.int32).flatten()
+    out = torch.zeros_like(words)
+    for start in range(0, len(words), WORDS_AT_A_TIME):
+        part = words[start : start + WORDS_AT_A_TIME]
+        for distance, bits in moves.items():
+            # Masked behind the shift, which drags the sign of a negative word along.
+            moved = part << distance if distance >= 0 else part >> -distance
+            out[start : start + WORDS_AT_A_TIME] |= moved.bitwise_and_(bits - (bits >> 31 << 32))
+    return out.view(torch.uint8).view(codes.shape)
+
+
+def takes_weight(format: str, out_features: int, in_features: int) -> bool:
+    """Whether the kernels take weights of this format and shape."""
+    return format in WEIGHT_FORMATS and in_features % COLUMN_MULTIPLE == 0 and out_features % ROW_MULTIPLE == 0
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the kernels take activations x [T, in]."""
+    return x.dim() == 2 and supports(x)
+
+
+def plan_gemm(
+    x: Tensor,
+    weight: Weight,
+    out: Tensor,
+    *,
+    gate: Weight | None = None,
+    activation: str | None = None,
+    mode: str = "dense",
+    order: Tensor | None = None,
+    tiles: Tensor | None = None,
+    tile_tokens: int = MOST_TILE_TOKENS,
+    top_k: int = 1,
+    splits: int = 1,
+    options: dict[str, int] | None = None,
+) -> Launch:
+    """out = activation(x W^T), see kernels/weight_only_gemm.cu.
+
+    mode: "dense", or tokens by expert with `order` and `tiles` of `plan_route`: "gather" reads x [T, in] for out
+    [pairs, out] in sorted order, "scatter" reads x [pairs, in] in sorted order for out in the pairs' own. out: in x's
+    dtype, or fp32 [splits, T, out], the unrounded parts of sums over a `splits`th of the columns each.
+    """
+    config = _gemm_config(weight, x, out, activation, mode, tile_tokens, **(options or {}))
+    features = config.threads // (2 if gate is not None else 1)
+    token_tiles = -(-x.shape[0] // tile_tokens) if tiles is None else tiles.shape[0]
+    gates = [None, None] if gate is None else [gate.tiles, gate.scale]
+    sizes = [x.shape[0], x.stride(0), weight.in_features, weight.out_features, top_k]
+    arguments = [x, weight.tiles, weight.scale, *gates, tiles, order, *sizes, out]
+    return Launch(config, arguments, -(-weight.out_features // features), token_tiles, splits)
+
+
+def _gemm_config(
+    weight: Weight,
+    x: Tensor,
+    out: Tensor,
+    activation: str | None,
+    mode: str,
+    tile_tokens: int,
+    warps: int = WARPS,
+    stages: int = 4,
+    blocks: int | None = None,
+) -> KernelConfig:
+    """warps, stages, blocks (of a multiprocessor): at most; fewer where shared memory ends."""
+    sizes = architecture(launch.device_arch(x.device) if x.is_cuda else ASSUMED_ARCH)
+    results = tile_tokens * ((16 if activation == "swiglu" else 32) * warps + 8) * 2
+    shared = max(stages * tile_tokens * TILE_COLUMNS[weight.format] * 2, results) + 8 * tile_tokens
+    fitting = max(1, sizes.shared_per_sm // (shared + 1024))
+    defines = {
+        "ACTIVATION": ACTIVATIONS[activation],
+        "ACTIVATION_FORMAT": FORMATS[str(x.dtype).removeprefix("torch.")],
+        "BULK_COPY": 0,
+        "MIN_CTAS": min(fitting, blocks or (4 if tile_tokens <= 32 else 3)),
+        "MODE": MODES[mode],
+        "OUTPUT_FP32": int(out.dtype == torch.float32),
+        "SHARED_BYTES": shared,
+        "STAGES": stages,
+        "THREADS": 32 * warps,
+        "TILE_TOKENS": tile_tokens,
+        "WEIGHT_FORMAT": WEIGHT_FORMATS[weight.format],
+    }
+    return KernelConfig("weight_only_gemm", tuple(sorted(defines.items())), 1, 32 * warps, shared)
+
+
+def plan_route(ids: Tensor, experts: int, tile_tokens: int, order: Tensor, tiles: Tensor) -> Launch:
+    """order, tiles = the pairs of ids int64 [T, top_k] by expert; int32 [pairs], [`most_tiles`, 3]."""
+    threads = 1024
+    config = KernelConfig(
+        "route_experts", (("BULK_COPY", 0), ("THREADS", threads)), 1, threads, 4 * experts + 8 * threads
+    )
+    arguments = [ids, ids.numel(), experts, tile_tokens, tiles.shape[0], order, tiles]
+    return Launch(config, arguments, 1)
+
+
+def most_tiles(pairs: int, experts: int, tile_tokens: int) -> int:
+    """Tiles of `tile_tokens` pairs of one expert that `pairs` pairs can need."""
+    return min(pairs, min(experts, pairs) + pairs // tile_tokens)
+
+
+def plan_combine(results: Tensor, weights: Tensor, out: Tensor) -> Launch:
+    """out [T, n] = sum over k of weights fp32 [T, k] times results [T * k, n]."""
+    columns = out.shape[1]
+    threads = min(256, -(-columns // (32 * CHUNK)) * 32)
+    config = _plain_config("combine_experts", out.dtype, threads)
+    arguments = [results, weights, weights.shape[1], columns, out]
+    return Launch(config, arguments, out.shape[0], -(-columns // (CHUNK * threads)))
+
+
+def plan_dequantize(weight: Weight, out: Tensor) -> Launch:
+    """out [out, in] in its 16-bit dtype = the matrix `weight`."""
+    config = _plain_config("dequantize_weights", out.dtype, 256, WEIGHT_FORMAT=WEIGHT_FORMATS[weight.format])
+    row_tiles, column_tiles, _ = weight.tiles.shape
+    arguments = [weight.tiles, weight.scale, column_tiles, weight.out_features, weight.in_features, out]
+    return Launch(config, arguments, -(-row_tiles * column_tiles * 128 // 256))
+
+
+def plan_sum_splits(parts: Tensor, out: Tensor) -> Launch:
+    """out [T, n] = the rounded sum of parts fp32 [splits, T, n]."""
+    config = _plain_config("sum_splits", out.dtype, 256)
+    return Launch(config, [parts, parts.shape[0], out.numel(), out], -(-out.numel() // (4 * 256)))
+
+
+def _plain_config(kernel: str, dtype: torch.dtype, threads: int, **defines: int) -> KernelConfig:
+    defines |= {"ACTIVATION_FORMAT": FORMATS[str(dtype).removeprefix("torch.")], "BULK_COPY": 0, "THREADS": threads}
+    return KernelConfig(kernel, tuple(sorted(defines.items())), 1, threads, 0)
+
+
+def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """[out, in] in a 16-bit dtype of a packed matrix, each element rounded once."""
+    out = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.tiles.device)
+    plan_dequantize(weight, out).run(out.device)
+    return out
+
+
+def linear(x: Tensor, weight: Weight, output_dtype: torch.dtype) -> Tensor:
+    """x [T, in] times the transpose of `weight`, in x's dtype or fp32.
+
+    Above DEQUANTIZE_ABOVE tokens the weight is dequantized for cuBLAS, whose products are then faster.
+    """
+    if x.shape[0] <= DEQUANTIZE_ABOVE:
+        return packed_linear(x, weight, output_dtype)
+    dense = dequantize(weight, x.dtype).t()
+    return torch.mm(x, dense) if output_dtype == x.dtype else torch.mm(x, dense, out_dtype=output_dtype)
+
+
+def packed_linear(x: Tensor, weight: Weight, output_dtype: torch.dtype) -> Tensor:
+    """`linear` by the packed kernel.
+
+    Into how many parts the sums of a weight with few rows are split depends on the number of tokens, as in cuBLAS.
+    """
+    tokens = x.shape[0]
+    tile_tokens = dense_tile_tokens(tokens)
+    blocks = -(-weight.out_features // (32 * WARPS)) * -(-tokens // tile_tokens)
+    splits = dense_splits(blocks, weight)
+    out = torch.empty(tokens, weight.out_features, dtype=output_dtype, device=x.device)
+    if splits == 1:
+        if tokens:
+            plan_gemm(x, weight, out, tile_tokens=tile_tokens).run(x.device)
+        return out
+    parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=x.device)
+    plan_gemm(x, weight, parts, tile_tokens=tile_tokens, splits=splits).run(x.device)
+    if output_dtype == torch.float32:
+        return parts.sum(0)
+    plan_sum_splits(parts, out).run(x.device)
+    return out
+
+
+def dense_tile_tokens(tokens: int) -> int:
+    return next((size for size in (8, 16, 32) if tokens <= size), MOST_TILE_TOKENS)
+
+
+def dense_splits(blocks: int, weight: Weight) -> int:
+    """Parts of the sums of a product of `blocks` blocks, each of at least four tiles of columns."""
+    if blocks == 0 or 2 * blocks > BLOCKS_WANTED:
+        return 1
+    steps = -(-weight.in_features // TILE_COLUMNS[weight.format])
+    splits = max(1, min(steps // 4, -(-BLOCKS_WANTED // blocks)))
+    return -(-steps // -(-steps // splits))  # as many as have work
+
+
+def moe(x: Tensor, ids: Tensor, weights: Tensor, projections: Sequence[Weight], activation: str) -> Tensor:
+    """`functional_ops.moe` for stacked `projections`: up and down, or gate, up and down for "swiglu".
+
+    ids int64 [T, k]; weights fp32 [T, k]. Everything is decided on the device, so the call can be captured. A token's
+    result does not depend on the tokens beside it: its sums run in one order.
+    """
+    *inner, down = projections
+    (tokens, top_k), experts = ids.shape, down.tiles.shape[0]
+    out = torch.empty(tokens, down.out_features, dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return out
+    pairs, tile_tokens = tokens * top_k, expert_tile_tokens(tokens * top_k, experts)
+    order = torch.empty(pairs, dtype=torch.int32, device=x.device)
+    tiles = torch.empty(most_tiles(pairs, experts, tile_tokens), 3, dtype=torch.int32, device=x.device)
+    hidden = torch.empty(pairs, down.in_features, dtype=x.dtype, device=x.device)
+    results = torch.empty(pairs, down.out_features, dtype=x.dtype, device=x.device)
+    common = {"order": order, "tiles": tiles, "tile_tokens": tile_tokens, "top_k": top_k}
+    gate = inner[0] if activation == "swiglu" else None
+    for plan in (
+        plan_route(ids.contiguous(), experts, tile_tokens, order, tiles),
+        plan_gemm(x, inner[-1], hidden, gate=gate, activation=activation, mode="gather", **common),
+        plan_gemm(hidden, down, results, mode="scatter", **common),
+        plan_combine(results, weights.contiguous(), out),
+    ):
+        plan.run(x.device)
+    return out
+
+
+def expert_tile_tokens(pairs: int, experts: int) -> int:
+    """Tokens of a tile: the usual expert has no more, so that its weights are read once."""
+    mean = pairs / experts
+    return 16 if mean <= 8 else 32 if mean <= 22 else MOST_TILE_TOKENS

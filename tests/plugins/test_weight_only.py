@@ -1,0 +1,252 @@
+"""Products with packed weights and mixtures of experts: emulated on the host and, where there is one, on a GPU.
+
+The judge is fp64 over the dequantized weights; tolerances are those of packed_products.assert_close.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from replayssm.plugins import elementwise, nvfp4, nvrtc, weight_only
+from replayssm.plugins.weight_only import Weight
+
+sys.path.append(str(Path(__file__).parent / "emulation"))
+sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+from emulate import Emulated
+from packed_products import UNIT, assert_close, experts_of, weight, wide_moe
+
+emulation = pytest.param("cpu", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++"))
+gpu = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+)
+devices = pytest.mark.parametrize("device", [emulation, gpu])
+
+
+@pytest.fixture(autouse=True)
+def _emulated_launches(monkeypatch):
+    """Launches on CPU tensors run in the emulation, and what they write to holds NaN (integers: -1) before."""
+    run = elementwise.Launch.run
+
+    def launch(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            run(self, device)
+        else:
+            Emulated()._call(self.config, self.arguments, self.blocks_y, self.blocks_z, self.blocks_x)
+
+    monkeypatch.setattr(elementwise.Launch, "run", launch)
+    empty = torch.empty
+
+    def poisoned(*args, **options) -> torch.Tensor:
+        out = empty(*args, **options)
+        return out.fill_(torch.nan if out.is_floating_point() else -1)
+
+    monkeypatch.setattr(weight_only.torch, "empty", poisoned)
+
+
+def test_words_hold_the_codes_in_the_order_that_the_kernels_say() -> None:
+    codes = torch.arange(8, dtype=torch.uint8).repeat(2) + torch.tensor([0] * 8 + [8] * 8, dtype=torch.uint8)
+    words = weight_only.pack_words(nvfp4.pack_nibbles(codes)).view(torch.int32).tolist()
+    for word, eight in zip(words, codes.view(2, 8).tolist(), strict=True):
+        for code, sign, magnitude in zip(eight, weight_only.SIGN_BITS, weight_only.MAGNITUDE_BITS, strict=True):
+            assert (word >> sign & 1, word >> magnitude & 7) == (code >> 3, code & 7)
+
+
+@pytest.mark.parametrize(("format", "columns"), [("nvfp4", 64), ("nvfp4", 384), ("fp8", 192), ("dense", 64)])
+@pytest.mark.parametrize("experts", [(), (5,)])
+def test_tiles_unpack_to_the_weight(format: str, columns: int, experts: tuple[int, ...], monkeypatch) -> None:
+    monkeypatch.setattr(weight_only, "WORDS_AT_A_TIME", 501)
+    monkeypatch.setattr(weight_only, "PACKED_BYTES", 2 * 40 * columns)
+    size = columns * weight_only.WEIGHT_BITS[format] // 8
+    codes = torch.randint(0, 256, (*experts, 40, size), dtype=torch.uint8)
+    scale = torch.randint(0, 256, (*experts, 40, columns // 16), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    tiles = weight_only.pack(format, codes, scale if format == "nvfp4" else None)
+    back = weight_only.unpack(Weight(format, tiles, None, 40, columns))
+    assert torch.equal(back[0].view(torch.uint8), codes)
+    if format == "nvfp4":
+        assert torch.equal(back[1].view(torch.uint8), scale.view(torch.uint8))
+
+
+@devices
+@pytest.mark.parametrize(
+    ("format", "dtype"), [("nvfp4", torch.bfloat16), ("nvfp4", torch.float16), ("fp8", torch.float16)]
+)
+def test_dequantize_rounds_once(format: str, dtype: torch.dtype, device: str) -> None:
+    held, wide = weight(format, (24, 192), dtype, device)
+    got = weight_only.dequantize(held, dtype)
+    # The scale of the tensor is multiplied in fp32: where that falls on a tie of the narrow format, rounding may turn.
+    assert ((got.double() - wide).abs() <= 1.001 * UNIT[dtype] * wide.abs() + 2.0**-25).all()
+
+
+SHAPES = {
+    "cpu": [(3, 136, 1088)],
+    "cuda": [(0, 128, 64), (1, 136, 192), (3, 1024, 2688), (17, 3136, 12544), (257, 264, 640), (1100, 520, 4096)],
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "tokens", "out_features", "in_features"),
+    [
+        pytest.param(device, *shape, marks=param.marks)
+        for param, device in ((emulation, "cpu"), (gpu, "cuda"))
+        for shape in SHAPES[device]
+    ],
+)
+@pytest.mark.parametrize(
+    ("format", "dtype"), [("nvfp4", torch.bfloat16), ("nvfp4", torch.float16), ("fp8", torch.bfloat16)]
+)
+def test_linear(format, dtype, device: str, tokens: int, out_features: int, in_features: int) -> None:
+    held, wide = weight(format, (out_features, in_features), dtype, device)
+    x = torch.randn(tokens, in_features + 8, device=device).to(dtype)[:, 8:]
+    assert weight_only.takes(x)
+    wanted, size = x.double() @ wide.T, x.double().abs() @ wide.abs().T
+    got = weight_only.linear(x, held, dtype)
+    assert_close(got, wanted, size, 1.01 if tokens <= weight_only.DEQUANTIZE_ABOVE else 2)
+    exact = weight_only.linear(x, held, torch.float32)
+    assert exact.dtype == torch.float32
+    bound = 2.0**-18 if tokens <= weight_only.DEQUANTIZE_ABOVE else UNIT[dtype]
+    assert ((exact.double() - wanted).abs() <= bound * size + 2.0**-24).all()
+    assert torch.equal(got, weight_only.linear(x, held, dtype))
+
+
+def test_splits_cover_all_columns_and_each_has_work() -> None:
+    def splits_of(blocks: int, columns: int) -> int:
+        return weight_only.dense_splits(blocks, Weight("nvfp4", torch.empty(0), None, 128, columns))
+
+    for blocks in (1, 7, 32, 131, 132, 133, 5000):
+        for columns in (64, 512, 1088, 4096, 12544):
+            splits = splits_of(blocks, columns)
+            steps = -(-columns // weight_only.TILE_COLUMNS["nvfp4"])
+            share = -(-steps // splits)
+            assert share * (splits - 1) < steps <= share * splits, "as the kernel divides them"
+    assert splits_of(8, 4096) == 8
+    assert splits_of(200, 4096) == 1
+
+
+@devices
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "tile"), [(1, 2, 5, 16), (29, 3, 7, 16), (9, 1, 2000, 8)])
+def test_pairs_are_sorted_by_expert_and_cut_into_tiles(tokens, top_k, experts, tile, device: str) -> None:
+    ids = torch.rand(tokens, experts, device=device).topk(top_k).indices
+    ids[:: 2 if tokens > 1 else 1, 0] = experts - 1
+    if tokens > 1:
+        ids[1, 0] = experts  # does not exist
+        ids[3, 0] = -1
+    pairs = ids.numel()
+    order = torch.full((pairs,), -1, dtype=torch.int32, device=device)
+    tiles = torch.full((weight_only.most_tiles(pairs, experts, tile), 3), -1, dtype=torch.int32, device=device)
+    weight_only.plan_route(ids, experts, tile, order, tiles).run(torch.device(device))
+    flat, order, tiles = ids.flatten().tolist(), order.tolist(), tiles.tolist()
+    seen = []
+    for expert, first, count in tiles:
+        if count == 0:
+            continue
+        assert 0 < count <= tile
+        assert [flat[pair] for pair in order[first : first + count]] == [expert] * count
+        seen += order[first : first + count]
+    assert sorted(seen) == [pair for pair, expert in enumerate(flat) if 0 <= expert < experts]
+    empty = [count for _, _, count in tiles].index(0) if [0] in [[c] for _, _, c in tiles] else len(tiles)
+    assert all(count == 0 for _, _, count in tiles[empty:]), "nothing behind the last tile"
+
+
+CASES = {
+    "cpu": [(3, 5, 2, 64, 64)],
+    "cuda": [
+        (1, 64, 6, 1024, 384),
+        (3, 6, 2, 192, 128),
+        (17, 16, 4, 256, 512),
+        (257, 32, 5, 512, 320),
+        (300, 3, 3, 256, 64),
+    ],
+}
+"""Tokens, experts, choices, width, hidden width. Of 64 experts most get no token; of 3 all get all."""
+
+
+moe_cases = pytest.mark.parametrize(
+    ("device", "case"),
+    [
+        pytest.param(device, case, marks=param.marks)
+        for param, device in ((emulation, "cpu"), (gpu, "cuda"))
+        for case in CASES[device]
+    ],
+)
+
+
+FORMATS = {
+    "cpu": [("nvfp4", "squared_relu"), ("nvfp4", "swiglu")],
+    "cuda": [("nvfp4", "squared_relu"), ("nvfp4", "swiglu"), ("fp8", "swiglu"), ("dense", "swiglu")],
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "case", "format", "activation"),
+    [
+        pytest.param(device, case, *formats, marks=param.marks)
+        for param, device in ((emulation, "cpu"), (gpu, "cuda"))
+        for case in CASES[device]
+        for formats in FORMATS[device]
+    ],
+)
+def test_moe(device: str, case, format: str, activation: str) -> None:
+    x, ids, weights, held, wide = experts_of(format, activation, case, device)
+    got = weight_only.moe(x, ids, weights, held, activation)
+    # Rounded: each projection, the gate, the activation, the expert's result and the output.
+    assert_close(got, *wide_moe(x, ids, weights, wide, activation), 6)
+    assert torch.equal(got, weight_only.moe(x, ids, weights, held, activation)), "bit-equal again"
+
+
+@moe_cases
+def test_a_token_does_not_depend_on_those_beside_it(device: str, case) -> None:
+    x, ids, weights, held, _ = experts_of("nvfp4", "squared_relu", case, device)
+    got = weight_only.moe(x, ids, weights, held, "squared_relu")
+    assert torch.equal(got[:1], weight_only.moe(x[:1], ids[:1], weights[:1], held, "squared_relu"))
+    x[-1] = torch.nan
+    bad = weight_only.moe(x, ids, weights, held, "squared_relu")
+    assert torch.equal(bad[:-1], got[:-1])
+    assert bad[-1].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", [17, 257])
+def test_all_tokens_to_the_same_experts(tokens: int) -> None:
+    x, ids, weights, held, wide = experts_of("nvfp4", "squared_relu", (tokens, 4, 2, 64, 64), "cuda")
+    ids[:] = torch.tensor([3, 1])
+    got = weight_only.moe(x, ids, weights, held, "squared_relu")
+    assert_close(got, *wide_moe(x, ids, weights, wide, "squared_relu"), 6)
+
+
+def test_no_token_is_no_launch() -> None:
+    x, ids, weights, held, _ = experts_of("nvfp4", "squared_relu", (1, 4, 2, 64, 64), "cpu")
+    assert weight_only.moe(x[:0], ids[:0], weights[:0], held, "squared_relu").shape == (0, 64)
+    matrix = Weight("nvfp4", held[0].tiles[0], held[0].scale[0], 64, 64)
+    assert weight_only.linear(x[:0], matrix, x.dtype).shape == (0, 64)
+
+
+def test_what_the_kernels_take() -> None:
+    x = torch.zeros(4, 128, dtype=torch.bfloat16)
+    assert weight_only.takes(x)
+    assert weight_only.takes(x.half())
+    assert not weight_only.takes(x.float())
+    assert not weight_only.takes(x.unsqueeze(0))
+    assert weight_only.takes_weight("nvfp4", 16, 64)
+    assert not weight_only.takes_weight("nvfp4", 16, 96)
+    assert not weight_only.takes_weight("nvfp4", 12, 128)
+    assert not weight_only.takes_weight("int8", 16, 128)
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90])
+def test_compiles_without_spills(arch: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(weight_only, "ASSUMED_ARCH", arch)
+    x = torch.zeros(4, 128, dtype=torch.bfloat16)
+    order = torch.zeros(8, dtype=torch.int32)
+    held, _ = weight("nvfp4", (2, 64, 128), torch.bfloat16, "cpu")
+    common = {"order": order, "tiles": order.view(-1, 2), "mode": "gather"}
+    for tile_tokens in (16, 64):
+        plan = weight_only.plan_gemm(x, held, x, gate=held, activation="swiglu", tile_tokens=tile_tokens, **common)
+        compiled = nvrtc.compile_kernel(plan.config.kernel, dict(plan.config.defines), arch, cache=tmp_path)
+        assert "0 bytes spill stores, 0 bytes spill loads" in compiled.log
