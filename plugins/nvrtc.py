@@ -114,8 +114,12 @@ def compile_kernel(
 
 
 def kernel_options(defines: Mapping[str, int | str], arch: int, kind: str) -> tuple[str, ...]:
-    """NVRTC options; PTX targets the virtual architecture and loads on every later GPU."""
-    target = f"compute_{arch}" if kind == "ptx" else f"sm_{arch}"
+    """NVRTC options; PTX targets the virtual architecture and loads on every later GPU.
+
+    A kernel with WGMMA set uses instructions of its own architecture alone.
+    """
+    suffix = "a" if defines.get("WGMMA") else ""
+    target = f"compute_{arch}{suffix}" if kind == "ptx" else f"sm_{arch}{suffix}"
     report = () if kind == "ptx" else ("--ptxas-options=-v",)
     flags = tuple(f"-D{name}={value}" for name, value in sorted(defines.items()))
     return (f"--gpu-architecture={target}", "--std=c++17", "--device-as-default-execution-space", *report, *flags)

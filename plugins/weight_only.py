@@ -82,7 +82,9 @@ def pack(format: str, weight: Tensor, block_scale: Tensor | None = None) -> Tens
     out, step = None, max(1, PACKED_BYTES // stacked[0].numel())
     for start in range(0, len(stacked), step):
         part = slice(start, start + step)
-        tiles = _tile_codes(pack_words(stacked[part]) if format == "nvfp4" else stacked[part])
+        tiles = _tile_codes(stacked[part], WEIGHT_BITS[format])
+        if format == "nvfp4":
+            tiles = pack_words(tiles)
         if scales is not None:
             tiles = torch.cat([tiles, _tile_scales(scales[part])], -1)
         if out is None:
@@ -91,13 +93,17 @@ def pack(format: str, weight: Tensor, block_scale: Tensor | None = None) -> Tens
     return out if codes.dim() == 3 else out[0]
 
 
-def _tile_codes(codes: Tensor) -> Tensor:
-    """[E, row tiles, column tiles, 2048] of bytes [E, rows, n]: row tiles of 32 rows, column tiles of 64 bytes."""
-    padded = _padded(codes, TILE_ROWS, 4 * CHUNK_BYTES)
+def _tile_codes(codes: Tensor, bits: int) -> Tensor:
+    """[E, row tiles, column tiles, 2048] of bytes [E, rows, n]: row tiles of 32 rows, column tiles of 64 bytes.
+
+    Of 16 columns, lane t has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, as m16n8k16 wants them.
+    """
+    padded, pair = _padded(codes, TILE_ROWS, 4 * CHUNK_BYTES), bits // 4
     experts, rows, columns = padded.shape
-    # row = 32 R + 8 part + g, byte = 64 K + 16 t + b; stored by (R, K, part, lane 4 g + t, b)
-    split = padded.view(experts, rows // 32, 4, 8, columns // 64, 4, 16)
-    return split.permute(0, 1, 4, 2, 3, 5, 6).reshape(experts, rows // 32, columns // 64, -1)
+    # row = 32 R + 8 part + g, byte = 64 K + 2 bits step + 8 pair half + pair t + b
+    split = padded.view(experts, rows // 32, 4, 8, columns // 64, 32 // bits, 2, 4, pair)
+    # stored by (R, K, part, lane 4 g + t, step, half, b)
+    return split.permute(0, 1, 4, 2, 3, 7, 5, 6, 8).reshape(experts, rows // 32, columns // 64, -1)
 
 
 def _tile_scales(scales: Tensor) -> Tensor:
@@ -117,10 +123,12 @@ def unpack(weight: Weight) -> list[Tensor]:
     """The weight as `pack` took it: codes and, for nvfp4, e4m3 block scales. For what the kernels do not serve."""
     tiles = weight.tiles if weight.tiles.dim() == 4 else weight.tiles.unsqueeze(0)
     experts, row_tiles, column_tiles, _ = tiles.shape
-    codes = tiles[..., :2048].reshape(experts, row_tiles, column_tiles, 4, 8, 4, 16).permute(0, 1, 3, 4, 2, 5, 6)
-    row_bytes = weight.in_features * WEIGHT_BITS[weight.format] // 8
-    codes = codes.reshape(experts, row_tiles * 32, -1)[:, : weight.out_features, :row_bytes].contiguous()
-    found = [unpack_words(codes) if weight.format == "nvfp4" else codes]
+    codes, bits = tiles[..., :2048].contiguous(), WEIGHT_BITS[weight.format]
+    if weight.format == "nvfp4":
+        codes = unpack_words(codes)
+    codes = codes.view(experts, row_tiles, column_tiles, 4, 8, 4, 32 // bits, 2, bits // 4)
+    codes = codes.permute(0, 1, 3, 4, 2, 6, 7, 5, 8).reshape(experts, row_tiles * 32, -1)
+    found = [codes[:, : weight.out_features, : weight.in_features * bits // 8].contiguous()]
     if weight.format == "nvfp4":
         scales = tiles[..., 2048:].reshape(experts, row_tiles, column_tiles, 8, 4, 4, 2).permute(0, 1, 5, 3, 2, 4, 6)
         scales = scales.reshape(experts, row_tiles * 32, -1)[:, : weight.out_features, : weight.in_features // 16]
@@ -210,6 +218,7 @@ def _gemm_config(
     warps: int = WARPS,
     stages: int = 4,
     blocks: int | None = None,
+    wgmma: int | None = None,
 ) -> KernelConfig:
     """warps, stages, blocks (of a multiprocessor): at most; fewer where shared memory ends."""
     sizes = architecture(launch.device_arch(x.device) if x.is_cuda else ASSUMED_ARCH)
@@ -228,6 +237,7 @@ def _gemm_config(
         "THREADS": 32 * warps,
         "TILE_TOKENS": tile_tokens,
         "WEIGHT_FORMAT": WEIGHT_FORMATS[weight.format],
+        "WGMMA": wgmma or 0,
     }
     return KernelConfig("weight_only_gemm", tuple(sorted(defines.items())), 1, 32 * warps, shared)
 

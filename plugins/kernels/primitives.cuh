@@ -236,6 +236,63 @@ DEVICE void mma_16bit(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+#if WGMMA
+// Products of 64 x 16 by 16 x N 16-bit operands by a group of four warps, which the tensor cores work on by themselves:
+// `wgmma_wait` says when registers and shared memory may change. Lanes hold d and a of their warp's 16 rows as for m16n8k16.
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// For all but the last COUNT committed groups.
+template <int COUNT>
+DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(COUNT) : "memory");
+}
+// What the thread wrote to shared memory becomes visible to the tensor cores, behind a barrier.
+DEVICE void fence_shared_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+#define WGMMA_16(TYPE)                                                                                                    \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE " {" \
+                 "%0,%1,%2,%3,%4,%5,%6,%7"                                                                                \
+                 "}, {%8,%9,%10,%11}, %12, p, 1, 1, 0;\n}"                                                                \
+                 : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),              \
+                   "+f"(d[1][2]), "+f"(d[1][3])                                                                           \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b))
+#define WGMMA_32(TYPE)                                                                                                    \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" \
+                 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"                                                  \
+                 "}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;\n}"                                                              \
+                 : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),              \
+                   "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),              \
+                   "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])                                             \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b))
+#define WGMMA_64(TYPE)                                                                                                    \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" \
+                 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                                                 \
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"                                        \
+                 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}"                                                              \
+                 : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),              \
+                   "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),              \
+                   "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),              \
+                   "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),              \
+                   "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),              \
+                   "+f"(d[7][2]), "+f"(d[7][3])                                                                           \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b))
+
+// d += a b for b [N, 64] at `panel`, whose rows of 128 bytes have chunk c at c ^ row % 8; `step` is the sixteenth of columns.
+template <int FORMAT, int PARTS>
+DEVICE void wgmma(float (&d)[PARTS][4], u32 a0, u32 a1, u32 a2, u32 a3, const unsigned char* panel, int step) {
+    // Address; distance of groups of 8 rows, 1024 bytes; swizzle of 128 bytes.
+    const u64 b = (u64)((shared_address(panel) + 32 * step) >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+    constexpr bool BF16 = FORMAT == FORMAT_BF16;
+    if constexpr (PARTS == 2 && BF16) WGMMA_16("bf16");
+    if constexpr (PARTS == 2 && !BF16) WGMMA_16("f16");
+    if constexpr (PARTS == 4 && BF16) WGMMA_32("bf16");
+    if constexpr (PARTS == 4 && !BF16) WGMMA_32("f16");
+    if constexpr (PARTS == 8 && BF16) WGMMA_64("bf16");
+    if constexpr (PARTS == 8 && !BF16) WGMMA_64("f16");
+    static_assert(PARTS == 2 || PARTS == 4 || PARTS == 8, "widths of the product");
+}
+#endif
+
 // d[16 x 8] += a[16 x 8] b[8 x 8]; operands keep 10 bits of mantissa, the rest is ignored. a holds (g, t), (g+8, t),
 // (g, t+4), (g+8, t+4); b holds (t, g), (t+4, g).
 DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
@@ -262,6 +319,8 @@ DEVICE u32 reduce_max(u32 value) { return __reduce_max_sync(0xffffffffu, value);
 DEVICE float shuffle_up(float value, int delta) { return __shfl_up_sync(0xffffffffu, value, delta); }
 DEVICE float shuffle_down(float value, int delta) { return __shfl_down_sync(0xffffffffu, value, delta); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+// What lane `index` of the lane's four has.
+DEVICE u32 shuffle_quad(u32 value, int index) { return __shfl_sync(0xffffffffu, value, index, 4); }
 DEVICE float shuffle_from(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 // Computes the pointer here and now: the compiler would otherwise branch to compute one of several that it selects from.
 template <class T>

@@ -1,10 +1,10 @@
 // Weights of 4, 8 and 16 bits as operands of a 16-bit matrix product: how they lie in memory and become pairs of activations
-// in registers. The build stamps in WEIGHT_FORMAT and ACTIVATION_FORMAT.
+// in registers. The build stamps in WEIGHT_FORMAT, ACTIVATION_FORMAT and
+// TILE_TOKENS.
 //
 // A tile is what a warp multiplies at a time: 32 rows of TILE_K columns, 2048 bytes, and 256 bytes of NVFP4 scales behind
-// them. Of each row, lane t of the four that share it owns TILE_K / 4 neighbouring columns, 16 bytes. A product sums over
-// columns in any order, so these serve as the lane's columns of all steps: four of them a step, and a lane's operands are
-// contiguous in weights and activations alike. Bytes lie in the order in which the lanes load them (plugins/weight_only.py).
+// them. Bytes lie in the order in which the lanes load them (plugins/weight_only.py): 16 of each row for each of the four
+// lanes that share it, which are the lane's operands of all steps of a product, 16 columns each, one step after the other.
 #pragma once
 #include "elementwise.cuh"
 
@@ -21,12 +21,12 @@ constexpr int X_CHUNKS = TILE_K / 8, X_ROW_BYTES = TILE_K * 2;  // of a row of a
 // What products of decoded weights must be multiplied by: weights are decoded into a range that the format holds.
 constexpr float DECODED_UNIT = WEIGHT_FORMAT == WEIGHTS_NVFP4 ? (IS_BF16 ? 256.f : 128.f) : 1.f;
 
-// Where a 16-byte chunk of a row of activations lies in it, so that the eight lanes that read together (two rows, four lanes
-// a row) find different banks.
+// Where a 16-byte chunk of a row of activations lies in a stage: in panels of 64 columns whose rows' chunks change places
+// from row to row, so that eight rows find different banks; it is also the order in which the tensor cores take them.
 DEVICE int x_place(int row, int chunk) {
-    if constexpr (X_CHUNKS == 16) return chunk ^ (chunk >> 3 & 1) ^ (row & 1) << 1;
-    if constexpr (X_CHUNKS == 8) return chunk ^ (row & 1);
-    return chunk;
+    if constexpr (X_CHUNKS >= 8)
+        return chunk / 8 * (TILE_TOKENS * 128) + row * 128 + (chunk % 8 ^ row % 8) * 16;
+    return row * 64 + (chunk ^ row / 2 % 4) * 16;
 }
 
 // Two block scales (e4m3, not negative) as the factors of `decode_nvfp4`, one in each half.
@@ -42,9 +42,9 @@ DEVICE u32 nvfp4_factors(u32 scales) {
 // The factor of block 0 or 1, in both halves.
 DEVICE u32 nvfp4_factor(u32 factors, int block) { return permute_bytes(factors, 0u, block ? 0x3232u : 0x1010u); }
 
-// Eight e2m1 codes of a word in the order of plugins.weight_only.pack_words as four pairs, times `factor`. Exact: code
-// and scale have six significant bits together.
-DEVICE void decode_nvfp4(u32 word, u32 factor, u32 (&pairs)[4]) {
+// Eight e2m1 codes of a word in the order of plugins.weight_only.pack_words as four pairs, two times `first` and two times
+// `second`. Exact: code and scale have six significant bits together.
+DEVICE void decode_nvfp4(u32 word, u32 first, u32 second, u32 (&pairs)[4]) {
     constexpr u32 SIGNS = 0x80008000u, MAGNITUDES = IS_BF16 ? 0x01c001c0u : 0x0e000e00u;
     u32 codes[4];
     if constexpr (IS_BF16) {
@@ -59,7 +59,7 @@ DEVICE void decode_nvfp4(u32 word, u32 factor, u32 (&pairs)[4]) {
         codes[3] = (word & MAGNITUDES) | (word << 1 & SIGNS);
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) pairs[i] = multiply_pairs<ACTIVATION_FORMAT>(codes[i], factor);
+    for (int i = 0; i < 4; i++) pairs[i] = multiply_pairs<ACTIVATION_FORMAT>(codes[i], i < 2 ? first : second);
 }
 
 // Four e4m3 numbers of a word as two pairs.
@@ -89,10 +89,12 @@ DEVICE WeightRows load_rows(const unsigned char* tile, int m, int lane) {
 
 DEVICE u32 word_of(const uint4& words, int i) { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
 
-// Columns [8 unit, 8 unit + 8) of a lane's as four pairs. factors: of the row's two NVFP4 blocks.
+// A lane's operands of steps 2 unit and 2 unit + 1: four pairs. factors: of the NVFP4 blocks of these steps, which the
+// lane with the number of the unit holds.
 DEVICE void decode_unit(const uint4& codes, u32 factors, int unit, u32 (&pairs)[4]) {
     if constexpr (WEIGHT_FORMAT == WEIGHTS_NVFP4) {
-        decode_nvfp4(word_of(codes, unit), nvfp4_factor(factors, unit / 2), pairs);
+        const u32 both = shuffle_quad(factors, unit);
+        decode_nvfp4(word_of(codes, unit), nvfp4_factor(both, 0), nvfp4_factor(both, 1), pairs);
     } else if constexpr (WEIGHT_FORMAT == WEIGHTS_FP8) {
         decode_fp8(word_of(codes, 2 * unit), pairs[0], pairs[1]);
         decode_fp8(word_of(codes, 2 * unit + 1), pairs[2], pairs[3]);

@@ -6,8 +6,8 @@
 // order that depends on the shape and the number of splits alone.
 //
 // Grid: row tiles, token tiles, splits. Stamped in: THREADS, MIN_CTAS, STAGES, TILE_TOKENS, MODE, ACTIVATION, OUTPUT_FP32
-// (the unrounded product, one [tokens, out_features] per split), WEIGHT_FORMAT, ACTIVATION_FORMAT, SHARED_BYTES. See
-// plugins/weight_only.py.
+// (the unrounded product, one [tokens, out_features] per split), WGMMA (products by groups of four warps, from TILE_TOKENS
+// of 64 on and for packed weights only), WEIGHT_FORMAT, ACTIVATION_FORMAT, SHARED_BYTES. See plugins/weight_only.py.
 #include "weight_only.cuh"
 
 // Which tokens a tile holds: consecutive ones; those of pairs (token, choice) sorted by expert; or the sorted pairs
@@ -23,16 +23,18 @@ constexpr int WARPS = THREADS / 32, PARTS = TILE_TOKENS / 8;
 constexpr bool PAIRED = ACTIVATION == ACTIVATION_SWIGLU;
 constexpr int WARP_FEATURES = PAIRED ? 16 : 32, TILE_FEATURES = WARPS * WARP_FEATURES;
 constexpr int STAGE_BYTES = TILE_TOKENS * X_ROW_BYTES;
+// Tiles whose activations are on their way. Tensor cores may still read those of the tile before.
+constexpr int AHEAD = WGMMA ? STAGES - 2 : STAGES - 1;
 constexpr int OUT_PITCH = TILE_FEATURES + 8;  // of the results' rows, in elements
 constexpr int BUFFER_BYTES = larger(STAGES * STAGE_BYTES, TILE_TOKENS * OUT_PITCH * 2);  // results take the stages' place
 static_assert(SHARED_BYTES >= BUFFER_BYTES + 8 * TILE_TOKENS, "stages, offsets of rows in x, rows of out");
 
 // Starts the copies of x's columns from `column` on. x_offsets: of the tile's rows in chunks, negative where there is none.
 DEVICE void load_x(unsigned char* stage, const activation_t* x, const int* x_offsets, int column, int in_features) {
-    constexpr int ROWS = THREADS / X_CHUNKS;  // even, so that a thread's chunks lie in one place of their rows
+    constexpr int ROWS = THREADS / X_CHUNKS;  // in eights, so that a thread's chunks lie in one place of their rows
     const int first = (int)threadIdx.x / X_CHUNKS, chunk = (int)threadIdx.x % X_CHUNKS;
     const bool in_row = column + chunk * 8 < in_features;
-    unsigned char* target = stage + first * X_ROW_BYTES + x_place(first, chunk) * 16;
+    unsigned char* target = stage + x_place(first, chunk);
     const uint4* from = (const uint4*)(x + column) + chunk;
     int offsets[(TILE_TOKENS + ROWS - 1) / ROWS];
 #pragma unroll
@@ -41,14 +43,23 @@ DEVICE void load_x(unsigned char* stage, const activation_t* x, const int* x_off
 #pragma unroll
     for (int i = 0; i * ROWS < TILE_TOKENS; i++)
         if (first + i * ROWS < TILE_TOKENS)
-            copy_async_16(target + i * ROWS * X_ROW_BYTES, from + offsets[i], in_row && offsets[i] >= 0);
+            copy_async_16(target + i * ROWS * (X_CHUNKS >= 8 ? 128 : 64), from + offsets[i], in_row && offsets[i] >= 0);
 }
-static_assert(THREADS / X_CHUNKS % 2 == 0, "see ROWS");
+static_assert(THREADS / X_CHUNKS % 8 == 0, "see ROWS");
 
-// sums += a tile's products, for the tile's first 8 USED tokens.
+// The warp's operands of a unit: rows of two parts of 16, each as for m16n8k16.
+DEVICE void decode(const WeightRows (&rows)[2], const u32 (&factors)[2][2], int unit, u32 (&a)[2][2][4]) {
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) decode_unit(rows[m].codes[half], factors[m][half], unit, a[m][half]);
+}
+
+// sums += a tile's products, for the tile's first 8 USED tokens. operands: for two units, which may still be in use when
+// this returns, and of which `odd` tells the first.
 template <int USED>
-DEVICE void multiply_tile(float (&sums)[2][PARTS][4], const WeightRows (&rows)[2], const unsigned char* stage) {
-    const int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
+DEVICE void multiply_tile(float (&sums)[2][PARTS][4], const WeightRows (&rows)[2], u32 (&operands)[2][2][2][4],
+                          const unsigned char* stage, int odd) {
     u32 factors[2][2];
 #pragma unroll
     for (int m = 0; m < 2; m++)
@@ -57,22 +68,33 @@ DEVICE void multiply_tile(float (&sums)[2][PARTS][4], const WeightRows (&rows)[2
             factors[m][half] = HAS_BLOCK_SCALES ? nvfp4_factors(rows[m].scales >> 16 * half) : 0u;
 #pragma unroll
     for (int unit = 0; unit < UNITS; unit++) {
-        u32 a[2][2][4];
+        u32(&a)[2][2][4] = operands[(odd * UNITS + unit) % 2];
+        decode(rows, factors, unit, a);
+#if WGMMA
+        wgmma_fence();
 #pragma unroll
-        for (int m = 0; m < 2; m++)
+        for (int step = 0; step < 2; step++)
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-                decode_unit(rows[m].codes[half], factors[m][half], unit, a[m][half]);
+            for (int m = 0; m < 2; m++)
+                wgmma<ACTIVATION_FORMAT, USED>(
+                    *(float(*)[USED][4])sums[m], a[m][0][2 * step], a[m][1][2 * step], a[m][0][2 * step + 1],
+                    a[m][1][2 * step + 1], stage + unit / 2 * (TILE_TOKENS * 128), unit % 2 * 2 + step);
+        wgmma_commit();
+        wgmma_wait<1>();
+#else
+        const int lane = (int)threadIdx.x % 32;
 #pragma unroll
         for (int n = 0; n < USED; n++) {
-            const uint4 b = *(const uint4*)(stage + (n * 8 + g) * X_ROW_BYTES + x_place(g, UNITS * t + unit) * 16);
+            u32 b[4];
+            load_matrix_x4(b, stage + x_place(n * 8 + lane % 8, 4 * unit + lane / 8));
 #pragma unroll
-            for (int m = 0; m < 2; m++)
-                mma_16bit<ACTIVATION_FORMAT>(sums[m][n], a[m][0][0], a[m][1][0], a[m][0][1], a[m][1][1], b.x, b.y);
+            for (int step = 0; step < 2; step++)
 #pragma unroll
-            for (int m = 0; m < 2; m++)
-                mma_16bit<ACTIVATION_FORMAT>(sums[m][n], a[m][0][2], a[m][1][2], a[m][0][3], a[m][1][3], b.z, b.w);
+                for (int m = 0; m < 2; m++)
+                    mma_16bit<ACTIVATION_FORMAT>(sums[m][n], a[m][0][2 * step], a[m][1][2 * step], a[m][0][2 * step + 1],
+                                                 a[m][1][2 * step + 1], b[2 * step], b[2 * step + 1]);
         }
+#endif
     }
 }
 
@@ -160,19 +182,26 @@ struct Work {
     // For the block's first 8 USED tokens. rows: of the first tile, loaded.
     template <int USED>
     DEVICE_MEMBER void multiply(float (&sums)[2][PARTS][4], WeightRows (&rows)[2][2]) const {
-        for (int tile = 0; tile < STAGES - 1; tile++) start_x(tile);
+        u32 operands[2][2][2][4];
+        for (int tile = 0; tile < AHEAD; tile++) start_x(tile);
 #pragma unroll 1
         for (int tile = 0; tile < steps; tile += 2) {
 #pragma unroll
             for (int odd = 0; odd < 2; odd++) {
                 if (tile + odd >= steps) break;
                 load_weights(tile + odd + 1, rows[1 - odd]);
-                copy_async_wait_but<STAGES - 2>();
+                copy_async_wait_but<AHEAD - 1>();
+#if WGMMA
+                fence_shared_for_wgmma();
+#endif
                 sync_threads();
-                start_x(tile + odd + STAGES - 1);
-                multiply_tile<USED>(sums, rows[odd], stages + (tile + odd) % STAGES * STAGE_BYTES);
+                start_x(tile + odd + AHEAD);
+                multiply_tile<USED>(sums, rows[odd], operands, stages + (tile + odd) % STAGES * STAGE_BYTES, odd);
             }
         }
+#if WGMMA
+        wgmma_wait<0>();
+#endif
         copy_async_wait();
         sync_threads();
     }
@@ -220,10 +249,11 @@ weight_only_gemm(
     }
     sync_threads();
     float sums[2][PARTS][4] = {};
-    if (PARTS >= 4 && count <= TILE_TOKENS / 4)
-        work.multiply<larger(1, PARTS / 4)>(sums, rows);
-    else if (PARTS >= 4 && count <= TILE_TOKENS / 2)
-        work.multiply<larger(1, PARTS / 2)>(sums, rows);
+    constexpr int LEAST = WGMMA ? 2 : 1;
+    if (PARTS >= 4 * LEAST && count <= TILE_TOKENS / 4)
+        work.multiply<larger(LEAST, PARTS / 4)>(sums, rows);
+    else if (PARTS >= 2 * LEAST && count <= TILE_TOKENS / 2)
+        work.multiply<larger(LEAST, PARTS / 2)>(sums, rows);
     else
         work.multiply<PARTS>(sums, rows);
 

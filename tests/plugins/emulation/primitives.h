@@ -300,6 +300,33 @@ DEVICE void mma_16bit(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
         return 0;
     });
 }
+// Products are there at once; the device's waits have no counterpart.
+DEVICE void wgmma_fence() {}
+DEVICE void wgmma_commit() {}
+template <int COUNT>
+DEVICE void wgmma_wait() {}
+DEVICE void fence_shared_for_wgmma() {}
+template <int FORMAT, int PARTS>
+DEVICE void wgmma(float (&d)[PARTS][4], u32 a0, u32 a1, u32 a2, u32 a3, const unsigned char* panel, int step) {
+    if ((uintptr_t)panel % 128) { std::fprintf(stderr, "emulation: misaligned panel\n"); std::abort(); }
+    emulation::exchange("wgmma", {a0, a1, a2, a3}, [&](u32 (*in)[6], int lane) {
+        auto value = [](u16 bits) { return FORMAT == FORMAT_BF16 ? bits_to_float((u32)bits << 16) : fp16_to_float(bits); };
+        for (int n = 0; n < PARTS; n++)
+            for (int i = 0; i < 4; i++) {
+                const int row = lane / 4 + 8 * (i / 2), column = 8 * n + 2 * (lane % 4) + i % 2;
+                double sum = d[n][i];
+                for (int k = 0; k < 16; k++) {
+                    const u32 word = in[row % 8 * 4 + k % 8 / 2][row / 8 + 2 * (k / 8)];
+                    const int chunk = (2 * step + k / 8) ^ column % 8;
+                    const u16* b = (const u16*)(panel + column * 128 + chunk * 16) + k % 8;
+                    sum += (double)value((u16)(word >> 16 * (k % 2))) * value(*b);
+                }
+                d[n][i] = (float)sum;
+            }
+        return 0;
+    });
+    emulation::exchange("wgmma end", {0}, [](u32 (*)[6], int) { return 0; });
+}
 DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
     auto cut = [](float v) { return float_to_bits(v) & 0xffffe000u; };
     emulation::exchange("mma tf32", {cut(a0), cut(a1), cut(a2), cut(a3), cut(b0), cut(b1)}, [&](u32 (*in)[6], int lane) {
@@ -359,6 +386,9 @@ DEVICE float shuffle_down(float value, int delta) {
 DEVICE float shuffle_xor(float value, int mask) {
     return emulation::exchange("shfl", {float_to_bits(value)},
                                [=](u32 (*in)[6], int lane) { return bits_to_float(in[lane ^ mask][0]); });
+}
+DEVICE u32 shuffle_quad(u32 value, int index) {
+    return emulation::exchange("shfl", {value}, [=](u32 (*in)[6], int lane) { return in[lane / 4 * 4 + index][0]; });
 }
 DEVICE float shuffle_from(float value, int from) {
     return emulation::exchange("shfl", {float_to_bits(value)},
