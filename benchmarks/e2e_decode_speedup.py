@@ -199,7 +199,13 @@ def prediction(model: Model, settings: ReplaySettings, batch: int, plain: Split 
 
 def main(arguments: list[str] | None = None) -> Path:
     options = parse(arguments)
-    model = load_model(options.model, device_of(options), random_weights=options.random_weights, layers=options.layers)
+    model = load_model(
+        options.model,
+        device_of(options),
+        random_weights=options.random_weights,
+        layers=options.layers,
+        fp8_products=options.fp8_products,
+    )
     results = E2eResults(BENCHMARK, options)
     for batch in options.batch_size:
         measure(model, batch, options, results)

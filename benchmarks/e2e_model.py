@@ -52,6 +52,7 @@ class LazyWeights(Mapping):
 class Model:
     """name: as results call it. layers_run of layers_total tell how far a model was truncated.
 
+    fp8_products: products of FP8 weights with activations in FP8 (`runtime.engine.Engine`).
     directory: of the checkpoint or engine. resident: weights on the devices, which all sessions over the model share.
     """
 
@@ -63,6 +64,7 @@ class Model:
     layers_total: int
     vocab_size: int
     directory: Path | None = None
+    fp8_products: bool = False
     resident: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     def tokenizer(self) -> Any:
@@ -116,15 +118,28 @@ class Model:
             networks="networks.json",
             files=(FileEntry("networks.json", 0, "0" * 64),),
         )
-        return Engine(Path(self.name), manifest, dict(self.networks), self.weights, self.resident)
+        return Engine(
+            Path(self.name),
+            manifest,
+            dict(self.networks),
+            self.weights,
+            self.resident,
+            fp8_products=self.fp8_products,
+        )
 
 
 def load_model(
-    source: str, device: torch.device, *, random_weights: bool = False, layers: int | None = None, mtp: bool = False
+    source: str,
+    device: torch.device,
+    *,
+    random_weights: bool = False,
+    layers: int | None = None,
+    mtp: bool = False,
+    fp8_products: bool = False,
 ) -> Model:
     """`source`: engine directory, checkpoint directory, or a published name, which implies random weights.
 
-    layers: leading layers to keep. mtp: also load the draft head.
+    layers: leading layers to keep. mtp: also load the draft head. fp8_products: as in `Model`.
     """
     path = Path(source)
     if is_engine_directory(path):
@@ -134,7 +149,7 @@ def load_model(
         count = len(engine.networks["main"].states)
         name = engine.manifest.model["name"]
         networks = {key: value for key, value in engine.networks.items() if key == "main" or mtp}
-        return Model(name, networks, engine.weights, False, count, count, engine.vocab_size, path)
+        return Model(name, networks, engine.weights, False, count, count, engine.vocab_size, path, fp8_products)
     is_published = not path.is_dir()
     if is_published and source not in PUBLISHED and source not in PUBLISHED.values():
         names = ", ".join([*PUBLISHED, *PUBLISHED.values()])
@@ -157,6 +172,7 @@ def load_model(
         total,
         config.vocab_size,
         path if path.is_dir() else None,
+        fp8_products,
     )
 
 

@@ -31,6 +31,7 @@ def add_common_options(parser: argparse.ArgumentParser, batch_sizes: list[int], 
     add("--state-dtype", "--mamba-ssm-cache-dtype", choices=STATE_DTYPES, default="float32")
     add("--state-rounding", choices=ROUNDINGS, default="nearest")
     add("--readout-dtype", choices=READOUT_DTYPES, default="same")
+    add("--fp8-products", action="store_true", help="FP8 weights times activations in FP8, where the recipe has it so")
     add("--target", choices=["torch"], default="torch", help="what runs the network")
     add("--device", default="cuda")
     add("--seed", type=int, default=0)
@@ -99,6 +100,7 @@ def model_fields(model: Model, settings: ReplaySettings, batch: int, options: ar
         "random_weights": model.random,
         "layers": model.layers_run,
         "layers_total": model.layers_total,
+        "fp8_products": model.fp8_products,
     }
 
 

@@ -215,6 +215,7 @@ def main(arguments: list[str] | None = None) -> Path:
         random_weights=options.random_weights,
         layers=options.layers,
         mtp=natural and options.drafts == "mtp",
+        fp8_products=options.fp8_products,
     )
     results = E2eResults(BENCHMARK, options)
     for batch in options.batch_size:

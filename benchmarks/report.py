@@ -40,6 +40,7 @@ def read_lines(folder: Path) -> list[Line]:
     kept: dict[tuple, Line] = {}
     keys = ("benchmark", "op", "geometry", "model", "batch", "window", "state_dtype", "state_rounding", "readout_dtype")
     keys += ("L", "fill", "variant", "layers", "tier", "gpu", "engine", "draft_len", "context", "format")
+    keys += ("fp8_products",)
     for path in sorted(folder.glob("*.jsonl")):
         for text in path.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)

@@ -149,6 +149,21 @@ def plan_activation(name: str, x: torch.Tensor, y: torch.Tensor | None, out: tor
     return Launch(config, arguments, x.shape[0], -(-(heads * columns) // (CHUNK * threads)))
 
 
+def plan_quantize_fp8(x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> Launch:
+    """out e4m3 [T, n] = x [T, n] in units of scale fp32 [], saturating."""
+    columns = x.shape[1]
+    threads = min(256, round_up(columns // CHUNK, 32))
+    config = _config("quantize_fp8", x.dtype, threads, COLUMNS=columns)
+    return Launch(config, [x, scale, x.stride(0), out], x.shape[0], -(-columns // (CHUNK * threads)))
+
+
+def quantize_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x [T, n] as e4m3 numbers in units of `scale`, as `plugins.nvfp4.round_to_fp8` rounds it."""
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    plan_quantize_fp8(x, scale, out).run(x.device)
+    return out
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
     """norm(x) * weight over the last dimension."""
     out = _dense_like(x)

@@ -47,12 +47,14 @@ ASSUMED_ARCH = 90
 BLOCKS_WANTED = 2 * 132
 """Blocks below which a dense product splits its columns; twice the multiprocessors of an H200."""
 MOST_TILE_TOKENS = 64
+WGMMA_TOKENS = 32
+"""Tokens of a tile from which Hopper's products by groups of four warps are used."""
 WORDS_AT_A_TIME = 1 << 24
 """32-bit words that `pack_words` converts at a time."""
 PACKED_BYTES = 1 << 26
 """Bytes that `pack` converts at a time, and at least one matrix."""
 
-DEQUANTIZE_ABOVE = 1024
+DEQUANTIZE_ABOVE = 192
 """Tokens above which a dense product dequantizes its weight and leaves the rest to cuBLAS."""
 
 
@@ -218,10 +220,13 @@ def _gemm_config(
     warps: int = WARPS,
     stages: int = 4,
     blocks: int | None = None,
-    wgmma: int | None = None,
+    wgmma: bool | None = None,
 ) -> KernelConfig:
-    """warps, stages, blocks (of a multiprocessor): at most; fewer where shared memory ends."""
-    sizes = architecture(launch.device_arch(x.device) if x.is_cuda else ASSUMED_ARCH)
+    """blocks: of a multiprocessor, fewer where shared memory ends; what registers allow by default."""
+    arch = launch.device_arch(x.device) if x.is_cuda else ASSUMED_ARCH
+    sizes = architecture(arch)
+    if wgmma is None:
+        wgmma = arch // 10 == 9 and tile_tokens >= WGMMA_TOKENS and weight.format != "dense"
     results = tile_tokens * ((16 if activation == "swiglu" else 32) * warps + 8) * 2
     shared = max(stages * tile_tokens * TILE_COLUMNS[weight.format] * 2, results) + 8 * tile_tokens
     fitting = max(1, sizes.shared_per_sm // (shared + 1024))
@@ -229,7 +234,7 @@ def _gemm_config(
         "ACTIVATION": ACTIVATIONS[activation],
         "ACTIVATION_FORMAT": FORMATS[str(x.dtype).removeprefix("torch.")],
         "BULK_COPY": 0,
-        "MIN_CTAS": min(fitting, blocks or (4 if tile_tokens <= 32 else 3)),
+        "MIN_CTAS": min(fitting, blocks or (4 if tile_tokens <= 16 else 3 if tile_tokens <= 32 or wgmma else 2)),
         "MODE": MODES[mode],
         "OUTPUT_FP32": int(out.dtype == torch.float32),
         "SHARED_BYTES": shared,
@@ -237,7 +242,7 @@ def _gemm_config(
         "THREADS": 32 * warps,
         "TILE_TOKENS": tile_tokens,
         "WEIGHT_FORMAT": WEIGHT_FORMATS[weight.format],
-        "WGMMA": wgmma or 0,
+        "WGMMA": int(wgmma),
     }
     return KernelConfig("weight_only_gemm", tuple(sorted(defines.items())), 1, 32 * warps, shared)
 
@@ -369,4 +374,4 @@ def moe(x: Tensor, ids: Tensor, weights: Tensor, projections: Sequence[Weight], 
 def expert_tile_tokens(pairs: int, experts: int) -> int:
     """Tokens of a tile: the usual expert has no more, so that its weights are read once."""
     mean = pairs / experts
-    return 16 if mean <= 8 else 32 if mean <= 22 else MOST_TILE_TOKENS
+    return 16 if mean <= 12 else 32 if mean <= 28 else MOST_TILE_TOKENS

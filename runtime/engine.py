@@ -28,6 +28,7 @@ class Engine:
     weights: by name, memory-mapped from the engine's files; networks share them. Plans hold their own: an engine of
         them has only the weights that operators between plans read.
     emulate_activation_quantization: executors round activations as the checkpoint's recipe says; for comparisons.
+    fp8_products: executors multiply FP8 weights with activations in FP8 where the checkpoint's recipe rounds them so.
     operators: of its networks, by name, beside those that every executor knows (`runtime.parallel`).
     """
 
@@ -37,6 +38,7 @@ class Engine:
     weights: Mapping[str, torch.Tensor]
     resident_weights: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
     emulate_activation_quantization: bool = False
+    fp8_products: bool = False
     operators: Mapping[str, Callable[..., Any]] = field(default_factory=dict, repr=False)
 
     ranks = 1  # of a tensor-parallel group (`parallel.RankEngine`)

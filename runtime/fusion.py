@@ -35,12 +35,15 @@ TILES = "@tiles"
 """Behind the name of a weight, in that of the same as `weight_only.pack` arranges it, NVFP4 block scales included."""
 
 
-def fuse(network: Network, nodes: Sequence[Node], pack: bool = True) -> list[Node]:
+def fuse(network: Network, nodes: Sequence[Node], pack: bool = True, fp8_products: bool = False) -> list[Node]:
     """`nodes` of `network` with the same results. Names of joined weights are their parts' names with JOIN between.
 
     pack: take packed weights, and those of experts, as the kernels want them, which multiply without rounding
         activations: named with TILES behind, and with their features in the attribute `tiles`.
+    fp8_products: multiply FP8 weights with activations in FP8 where the checkpoint's recipe rounds them so.
     """
+    if fp8_products:
+        nodes = [_fp8_product(node) for node in nodes]
     nodes = _split_routers(network, _join_linears(network, list(nodes)))
     if pack:
         nodes = [_tile_weights(network, node) if node.op in ("linear", "moe") else node for node in nodes]
@@ -108,6 +111,12 @@ def _tile_weights(network: Network, node: Node) -> Node:
         projections.append(projection)
     changed = {"projections": projections} if "projections" in node.attributes else projections[0]
     return replace(node, inputs=tuple(inputs), attributes={**node.attributes, **changed})
+
+
+def _fp8_product(node: Node) -> Node:
+    if node.op != "linear" or node.attributes["activations"] != "fp8":
+        return node
+    return replace(node, op="fp8_linear", attributes={"output_dtype": node.attributes["output_dtype"]})
 
 
 def _tiled_features(network: Network, op: str, format: str, tensors: list[str]) -> list[int] | None:
@@ -246,6 +255,17 @@ def linear(
     )
 
 
+def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, input_scale: Tensor, *, output_dtype: torch.dtype) -> Tensor:
+    """x [T, in], rounded to FP8, times the transpose of an FP8 weight."""
+    rows = x if elementwise.supports(x) else x.contiguous()
+    sizes = weight.shape[0] % 16 or weight.shape[1] % 16
+    if x.is_cuda and x.dim() == 2 and x.shape[0] > 0 and elementwise.supports(rows) and not sizes:
+        narrow = elementwise.quantize_fp8(rows, input_scale)
+        return torch._scaled_mm(narrow, weight.t(), input_scale, scale, out_dtype=output_dtype)
+    attributes = {"format": "fp8", "activations": "fp8", "output_dtype": output_dtype, "emulate": True}
+    return ops.linear(x, weight, scale, input_scale, **attributes)
+
+
 def _held(tensors: Sequence[Tensor], projections: Sequence[dict[str, Any]]) -> list[weight_only.Weight]:
     """Projections in tiles as the kernels read them; `tensors` holds tiles, scale and input scale of each."""
     found, at = [], 0
@@ -352,6 +372,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 FUSED_OPERATORS: dict[str, Callable[..., Any]] = {
     **ops.OPERATORS,
+    "fp8_linear": fp8_linear,
     "linear": linear,
     "moe": moe,
     "route_sigmoid": route_sigmoid,

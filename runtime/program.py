@@ -289,6 +289,7 @@ def executor_maker(engine: Engine, device: torch.device) -> MakeExecutor:
         device,
         unpacked=engine.resident(device),
         emulate_activation_quantization=emulate,
+        fp8_products=engine.fp8_products,
         operators=engine.operators,
     )
 

@@ -149,6 +149,20 @@ def test_activation(shape: tuple[int, ...], dtype: torch.dtype, name: str, devic
     assert ((got.double() - wanted).abs()[good] <= 2.02 * UNIT[dtype] * wanted.abs()[good]).all()
 
 
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_quantize_fp8_rounds_as_pytorch(dtype: torch.dtype, device: str) -> None:
+    x = sliced(dtype, device, 3, 2080)
+    x[1, :3] = torch.tensor([torch.nan, 30000.0, -30000.0])
+    x[2] *= 2.0**-7
+    scale = torch.tensor(0.0103, device=device)
+    got = elementwise.quantize_fp8(x, scale)
+    wanted = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    nan = x.isnan()
+    assert torch.equal(got.float().isnan(), nan)
+    assert torch.equal(got.view(torch.uint8)[~nan], wanted.view(torch.uint8)[~nan])
+
+
 def test_what_the_kernels_take() -> None:
     x = torch.zeros(4, 64, dtype=torch.bfloat16)
     assert elementwise.supports(x, x[:, 8:16])

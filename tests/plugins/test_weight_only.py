@@ -139,7 +139,7 @@ def test_pairs_are_sorted_by_expert_and_cut_into_tiles(tokens, top_k, experts, t
     pairs = ids.numel()
     order = torch.full((pairs,), -1, dtype=torch.int32, device=device)
     tiles = torch.full((weight_only.most_tiles(pairs, experts, tile), 3), -1, dtype=torch.int32, device=device)
-    weight_only.plan_route(ids, experts, tile, order, tiles).run(torch.device(device))
+    weight_only.plan_route(ids, experts, tile, order, tiles).run(ids.device)
     flat, order, tiles = ids.flatten().tolist(), order.tolist(), tiles.tolist()
     seen = []
     for expert, first, count in tiles:
@@ -239,6 +239,21 @@ def test_what_the_kernels_take() -> None:
     assert not weight_only.takes_weight("int8", 16, 128)
 
 
+@devices
+@pytest.mark.parametrize("form", [{"wgmma": True}, {"wgmma": False}])
+def test_forms_of_the_product_by_tokens_used(form: dict, device: str) -> None:
+    """Tiles of 64 tokens that hold a quarter, half or all of them, with and without Hopper's own instructions."""
+    for format in ("nvfp4", "fp8") if device == "cuda" else ("nvfp4",):
+        held, wide = weight(format, (136, 320), torch.bfloat16, device)
+        for tokens in (9, 30, 61) if device == "cuda" else (9,):
+            if device == "cuda" and torch.cuda.get_device_capability()[0] != 9 and form["wgmma"]:
+                pytest.skip("needs Hopper")
+            x = torch.randn(tokens, 320, device=device).bfloat16()
+            out = torch.full((tokens, 136), torch.nan, device=device, dtype=x.dtype)
+            weight_only.plan_gemm(x, held, out, tile_tokens=64, options=form).run(x.device)
+            assert_close(out, x.double() @ wide.T, x.double().abs() @ wide.abs().T, 1.01)
+
+
 @pytest.mark.parametrize("arch", [80, 89, 90])
 def test_compiles_without_spills(arch: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(weight_only, "ASSUMED_ARCH", arch)
@@ -246,7 +261,7 @@ def test_compiles_without_spills(arch: int, tmp_path: Path, monkeypatch) -> None
     order = torch.zeros(8, dtype=torch.int32)
     held, _ = weight("nvfp4", (2, 64, 128), torch.bfloat16, "cpu")
     common = {"order": order, "tiles": order.view(-1, 2), "mode": "gather"}
-    for tile_tokens in (16, 64):
+    for tile_tokens in (16, 32, 64):
         plan = weight_only.plan_gemm(x, held, x, gate=held, activation="swiglu", tile_tokens=tile_tokens, **common)
         compiled = nvrtc.compile_kernel(plan.config.kernel, dict(plan.config.defines), arch, cache=tmp_path)
         assert "0 bytes spill stores, 0 bytes spill loads" in compiled.log

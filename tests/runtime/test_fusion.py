@@ -17,6 +17,7 @@ from replayssm.builders.parameters import Parameters
 from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.network import CALL_INPUTS
 from replayssm.plugins.state import allocate_state
+from replayssm.runtime import functional_ops as ops
 from replayssm.runtime import fusion
 from replayssm.runtime.executor import Executor
 
@@ -193,3 +194,18 @@ def test_a_router_is_split_into_two_narrow_parts():
     assert torch.equal(exact[:6].float(), weight.bfloat16().float())
     assert not exact[6:].any()
     assert fusion.derived("gate.weight", {"gate.weight": weight}.__getitem__) is None
+
+
+def test_products_of_fp8_weights_round_activations_where_the_recipe_does(tiny_checkpoint):
+    """As the plain network that emulates the recipe; nothing else of it rounds activations to FP8."""
+    network, weights = packed_experts(Checkpoint.open(tiny_checkpoint("qwen_moe")))
+    linear = next(node for node in network.nodes if node.attributes.get("activations") == "fp8")
+    fused = fusion.fuse(network, network.nodes, fp8_products=True)
+    (node,) = (node for node in fused if node.outputs == linear.outputs)
+    assert (node.op, node.inputs) == ("fp8_linear", linear.inputs)
+    x = torch.randn(3, network.spec(linear.inputs[0]).shape[-1]).bfloat16()
+    tensors = [weights[name] for name in linear.inputs[1:]]
+    got = fusion.fp8_linear(x, *tensors, output_dtype=torch.bfloat16)
+    options = {"format": "fp8", "activations": "fp8", "output_dtype": torch.bfloat16}
+    assert torch.equal(got, ops.linear(x, *tensors, emulate=True, **options))
+    assert not torch.equal(got, ops.linear(x, *tensors, emulate=False, **options))
