@@ -112,8 +112,9 @@ def _tile_scales(scales: Tensor) -> Tensor:
     """[E, row tiles, column tiles, 256] of bytes [E, rows, n]: two of each row for each of four lanes."""
     padded = _padded(scales, TILE_ROWS, 8)
     experts, rows, columns = padded.shape
-    split = padded.view(experts, rows // 32, 4, 8, columns // 8, 4, 2)
-    return split.permute(0, 1, 4, 3, 5, 2, 6).reshape(experts, rows // 32, columns // 8, -1)
+    # row = 32 R + 16 m + 8 half + g, byte = 8 K + 2 t + b; stored by (R, K, m, lane 4 g + t, half, b)
+    split = padded.view(experts, rows // 32, 2, 2, 8, columns // 8, 4, 2)
+    return split.permute(0, 1, 5, 2, 4, 6, 3, 7).reshape(experts, rows // 32, columns // 8, -1)
 
 
 def _padded(values: Tensor, rows: int, columns: int) -> Tensor:
@@ -132,7 +133,8 @@ def unpack(weight: Weight) -> list[Tensor]:
     codes = codes.permute(0, 1, 3, 4, 2, 6, 7, 5, 8).reshape(experts, row_tiles * 32, -1)
     found = [codes[:, : weight.out_features, : weight.in_features * bits // 8].contiguous()]
     if weight.format == "nvfp4":
-        scales = tiles[..., 2048:].reshape(experts, row_tiles, column_tiles, 8, 4, 4, 2).permute(0, 1, 5, 3, 2, 4, 6)
+        scales = tiles[..., 2048:].reshape(experts, row_tiles, column_tiles, 2, 8, 4, 2, 2)
+        scales = scales.permute(0, 1, 3, 6, 4, 2, 5, 7)
         scales = scales.reshape(experts, row_tiles * 32, -1)[:, : weight.out_features, : weight.in_features // 16]
         found.append(scales.contiguous().view(torch.float8_e4m3fn))
     elif weight.format == "fp8":
@@ -221,23 +223,33 @@ def _gemm_config(
     stages: int = 4,
     blocks: int | None = None,
     wgmma: bool | None = None,
+    staged: bool | None = None,
 ) -> KernelConfig:
-    """blocks: of a multiprocessor, fewer where shared memory ends; what registers allow by default."""
+    """staged: weights travel through shared memory. blocks: of a multiprocessor, fewer where shared memory ends; what
+    registers allow by default."""
     arch = launch.device_arch(x.device) if x.is_cuda else ASSUMED_ARCH
     sizes = architecture(arch)
     if wgmma is None:
         wgmma = arch // 10 == 9 and tile_tokens >= WGMMA_TOKENS and weight.format != "dense"
     results = tile_tokens * ((16 if activation == "swiglu" else 32) * warps + 8) * 2
-    shared = max(stages * tile_tokens * TILE_COLUMNS[weight.format] * 2, results) + 8 * tile_tokens
+    staged = not wgmma if staged is None else staged
+    stage = tile_tokens * TILE_COLUMNS[weight.format] * 2 + staged * warps * (
+        2304 if weight.format == "nvfp4" else 2048
+    )
+    shared = max(stages * stage, results) + 8 * tile_tokens
     fitting = max(1, sizes.shared_per_sm // (shared + 1024))
     defines = {
         "ACTIVATION": ACTIVATIONS[activation],
         "ACTIVATION_FORMAT": FORMATS[str(x.dtype).removeprefix("torch.")],
         "BULK_COPY": 0,
-        "MIN_CTAS": min(fitting, blocks or (4 if tile_tokens <= 16 else 3 if tile_tokens <= 32 or wgmma else 2)),
+        "MIN_CTAS": min(
+            fitting,
+            blocks or (4 if tile_tokens <= 16 else 3 if tile_tokens <= 32 or (wgmma and activation != "swiglu") else 2),
+        ),
         "MODE": MODES[mode],
         "OUTPUT_FP32": int(out.dtype == torch.float32),
         "SHARED_BYTES": shared,
+        "STAGED_WEIGHTS": int(staged),
         "STAGES": stages,
         "THREADS": 32 * warps,
         "TILE_TOKENS": tile_tokens,

@@ -12,7 +12,8 @@ dequantize_weights(
     const int tile = index / 128, row = tile / column_tiles * 32 + part * 8 + lane / 4;
     const int first_column = tile % column_tiles * TILE_K;
     if (tile / column_tiles * 32 >= rows) return;
-    const WeightRows held = load_rows(tiles + (long long)tile * TILE_BYTES, part / 2, lane);
+    tiles += (long long)tile * TILE_BYTES;
+    const WeightRows held = load_rows(part_codes(tiles, part / 2), part_scales(tiles, part / 2), lane);
     const u32 factors = HAS_BLOCK_SCALES ? nvfp4_factors(part % 2 ? held.scales >> 16 : held.scales) : 0u;
     const float unit = DECODED_UNIT * scale[0];
 #pragma unroll

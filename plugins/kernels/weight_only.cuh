@@ -78,14 +78,16 @@ struct WeightRows {
     u32 scales;
 };
 
-// The rows 16 m and above of a tile.
-DEVICE WeightRows load_rows(const unsigned char* tile, int m, int lane) {
+// Part `m` of a tile, its rows 16 m and above: codes and, behind those of both parts, scales.
+DEVICE WeightRows load_rows(const unsigned char* codes, const unsigned char* scales, int lane) {
     WeightRows rows;
 #pragma unroll
-    for (int half = 0; half < 2; half++) rows.codes[half] = ((const uint4*)tile)[(2 * m + half) * 32 + lane];
-    rows.scales = HAS_BLOCK_SCALES ? ((const u32*)(tile + 2048))[2 * lane + m] : 0u;
+    for (int half = 0; half < 2; half++) rows.codes[half] = ((const uint4*)codes)[half * 32 + lane];
+    rows.scales = HAS_BLOCK_SCALES ? ((const u32*)scales)[lane] : 0u;
     return rows;
 }
+DEVICE const unsigned char* part_codes(const unsigned char* tile, int m) { return tile + m * 1024; }
+DEVICE const unsigned char* part_scales(const unsigned char* tile, int m) { return tile + 2048 + m * 128; }
 
 DEVICE u32 word_of(const uint4& words, int i) { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
 

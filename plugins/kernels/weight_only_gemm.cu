@@ -1,9 +1,9 @@
 // out = activation(x W^T) with weights of 4, 8 or 16 bits that become 16-bit operands in registers, dense or by expert.
 //
 // A block computes 32 weight rows (output features) a warp for up to TILE_TOKENS tokens; the weights are the left operand
-// of m16n8k16, so that a few tokens waste little. Each warp loads its own weights, a tile ahead, into registers; the
-// activations travel through STAGES tiles in shared memory, which the warps share. A token's sums run over columns in an
-// order that depends on the shape and the number of splits alone.
+// of m16n8k16, so that a few tokens waste little. Each warp loads its own weights, through STAGES tiles in shared memory
+// (STAGED_WEIGHTS) or a tile ahead into registers; the activations travel through as many tiles, which the warps share. A
+// token's sums run over columns in an order that depends on the shape and the number of splits alone.
 //
 // Grid: row tiles, token tiles, splits. Stamped in: THREADS, MIN_CTAS, STAGES, TILE_TOKENS, MODE, ACTIVATION, OUTPUT_FP32
 // (the unrounded product, one [tokens, out_features] per split), WGMMA (products by groups of four warps, from TILE_TOKENS
@@ -22,7 +22,7 @@
 constexpr int WARPS = THREADS / 32, PARTS = TILE_TOKENS / 8;
 constexpr bool PAIRED = ACTIVATION == ACTIVATION_SWIGLU;
 constexpr int WARP_FEATURES = PAIRED ? 16 : 32, TILE_FEATURES = WARPS * WARP_FEATURES;
-constexpr int STAGE_BYTES = TILE_TOKENS * X_ROW_BYTES;
+constexpr int X_BYTES = TILE_TOKENS * X_ROW_BYTES, STAGE_BYTES = X_BYTES + STAGED_WEIGHTS * WARPS * TILE_BYTES;
 // Tiles whose activations are on their way. Tensor cores may still read those of the tile before.
 constexpr int AHEAD = WGMMA ? STAGES - 2 : STAGES - 1;
 constexpr int OUT_PITCH = TILE_FEATURES + 8;  // of the results' rows, in elements
@@ -168,34 +168,65 @@ struct Work {
     unsigned char* stages;
     int part[2], first_column, in_features, steps;
 
+    // Into registers.
     DEVICE_MEMBER void load_weights(int tile, WeightRows (&rows)[2]) const {
         if (tile >= steps) return;
         const int lane = (int)threadIdx.x % 32;
 #pragma unroll
-        for (int m = 0; m < 2; m++) rows[m] = load_rows(weights[m] + tile * TILE_BYTES, part[m], lane);
+        for (int m = 0; m < 2; m++) {
+            const unsigned char* from = weights[m] + tile * TILE_BYTES;
+            rows[m] = load_rows(part_codes(from, part[m]), part_scales(from, part[m]), lane);
+        }
     }
-    DEVICE_MEMBER void start_x(int tile) const {
-        if (tile < steps)
+    // Where the warp's weights of a tile are in shared memory: two parts' codes, then their scales.
+    DEVICE_MEMBER unsigned char* staged(int tile) const {
+        return stages + tile % STAGES * STAGE_BYTES + X_BYTES + (int)threadIdx.x / 32 * TILE_BYTES;
+    }
+    DEVICE_MEMBER void start_weights(int tile) const {
+        const int lane = (int)threadIdx.x % 32;
+        unsigned char* to = staged(tile);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const unsigned char* from = weights[m] + tile * TILE_BYTES;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int at = (half * 32 + lane) * 16;
+                copy_async_16(to + m * 1024 + at, part_codes(from, part[m]) + at, true);
+            }
+            if (HAS_BLOCK_SCALES && lane < 8)
+                copy_async_16(to + 2048 + m * 128 + lane * 16, part_scales(from, part[m]) + lane * 16, true);
+        }
+    }
+    DEVICE_MEMBER void start(int tile) const {
+        if (tile < steps) {
+            if (STAGED_WEIGHTS) start_weights(tile);
             load_x(stages + tile % STAGES * STAGE_BYTES, x, x_offsets, first_column + tile * TILE_K, in_features);
+        }
         copy_async_commit();
     }
     // For the block's first 8 USED tokens. rows: of the first tile, loaded.
     template <int USED>
     DEVICE_MEMBER void multiply(float (&sums)[2][PARTS][4], WeightRows (&rows)[2][2]) const {
         u32 operands[2][2][2][4];
-        for (int tile = 0; tile < AHEAD; tile++) start_x(tile);
+        for (int tile = 0; tile < AHEAD; tile++) start(tile);
 #pragma unroll 1
         for (int tile = 0; tile < steps; tile += 2) {
 #pragma unroll
             for (int odd = 0; odd < 2; odd++) {
                 if (tile + odd >= steps) break;
-                load_weights(tile + odd + 1, rows[1 - odd]);
+                if (!STAGED_WEIGHTS) load_weights(tile + odd + 1, rows[1 - odd]);
                 copy_async_wait_but<AHEAD - 1>();
 #if WGMMA
                 fence_shared_for_wgmma();
 #endif
                 sync_threads();
-                start_x(tile + odd + AHEAD);
+                start(tile + odd + AHEAD);
+                if (STAGED_WEIGHTS) {
+                    const unsigned char* from = staged(tile + odd);
+#pragma unroll
+                    for (int m = 0; m < 2; m++)
+                        rows[odd][m] = load_rows(part_codes(from, m), part_scales(from, m), (int)threadIdx.x % 32);
+                }
                 multiply_tile<USED>(sums, rows[odd], operands, stages + (tile + odd) % STAGES * STAGE_BYTES, odd);
             }
         }
@@ -240,7 +271,7 @@ weight_only_gemm(
     const Work work = {{(PAIRED ? gate : weight) + begin, weight + begin}, x, x_offsets, memory,
                        {PAIRED ? half : 0, PAIRED ? half : 1}, first_step * TILE_K, in_features, steps};
     WeightRows rows[2][2];
-    work.load_weights(0, rows[0]);
+    if (!STAGED_WEIGHTS) work.load_weights(0, rows[0]);
     for (int i = (int)threadIdx.x; i < TILE_TOKENS; i += THREADS) {
         const int at = i < count ? first + i : -1, pair = MODE == MODE_DENSE || at < 0 ? at : order[at];
         const int source = MODE == MODE_GATHER && pair >= 0 ? pair / top_k : at;
