@@ -52,7 +52,7 @@ def plan_route_tokens(
         "EXPERTS": columns // parts,
         "LOGITS_FP32": int(wide),
         "NORMALIZE": int(normalize),
-        "PARTS": parts,
+        "LOGIT_PARTS": parts,
         "SIGMOID": int(bias is not None),
         "THREADS": 32 * WARPS,
         "TOP_K": ids.shape[1],

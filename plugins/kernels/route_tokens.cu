@@ -4,7 +4,7 @@
 // a factor. Else: softmax, normalised over the chosen. See runtime/functional_ops.py. Equal scores go to the lower
 // expert; a token whose logits are NaN gets experts that exist and NaN weights.
 //
-// Stamped in: EXPERTS, TOP_K (at most 32), SIGMOID, NORMALIZE, PARTS (summands of a logit, EXPERTS apart), LOGITS_FP32,
+// Stamped in: EXPERTS, TOP_K (at most 32), SIGMOID, NORMALIZE, LOGIT_PARTS (summands of a logit, EXPERTS apart), LOGITS_FP32,
 // THREADS, ACTIVATION_FORMAT.
 #include "elementwise.cuh"
 
@@ -24,7 +24,7 @@ DEVICE float logit_to_float(activation_t value) { return activation_to_float(val
 DEVICE float logit_of(const logit_t* logits, int expert) {
     float value = 0.f;
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) value += logit_to_float(logits[i * EXPERTS + expert]);
+    for (int i = 0; i < LOGIT_PARTS; i++) value += logit_to_float(logits[i * EXPERTS + expert]);
     return value;
 }
 
@@ -37,7 +37,7 @@ DEVICE u32 key_of(float score) {
 
 KERNEL(THREADS, 1)
 route_tokens(
-    // logits [tokens, PARTS * EXPERTS], rows stride apart; bias fp32 [EXPERTS] or null; the factor's bits
+    // logits [tokens, LOGIT_PARTS * EXPERTS], rows stride apart; bias fp32 [EXPERTS] or null; the factor's bits
     const logit_t* logits, const float* bias, int tokens, int stride, int scaling_bits,
     // [tokens, TOP_K]
     long long* ids, float* weights) {
