@@ -36,11 +36,11 @@ BLOB_MAGIC = b"replayssm ranks\n"
 
 @dataclass(frozen=True)
 class _Plan:
-    """What another rank loads, and how its session is made."""
+    """What another rank loads, how its products are computed, and how its session is made."""
 
     directory: Path
     manifest: EngineManifest
-    emulate: bool
+    products: dict[str, bool]
     slots: int | None
     prefill_chunk: int
     graphs: bool | None
@@ -75,8 +75,8 @@ class ParallelSession(Session):
     ) -> None:
         if engine.rank != 0:
             raise ValueError(f"rank 0 leads the others, got rank {engine.rank}")
-        emulate = engine.emulate_activation_quantization
-        plan = _Plan(engine.directory, engine.manifest, emulate, slots, prefill_chunk, graphs)
+        products = {name: getattr(engine, name) for name in ("emulate_activation_quantization", "fp8_products")}
+        plan = _Plan(engine.directory, engine.manifest, products, slots, prefill_chunk, graphs)
         self._inside, self._last = False, ""
         self._numbers = itertools.count()
         self._peers = Peers(engine.ranks, checked_device(device), _follow, plan)
@@ -218,7 +218,7 @@ def _split_blob(blob: bytes, ranks: int) -> list[bytes]:
 
 def _follow(place: Place, pipe: Connection, plan: _Plan) -> None:
     """Another rank: the same engine, divided, and a session that makes rank 0's calls."""
-    engine = replace(Engine.load(plan.directory), manifest=plan.manifest, emulate_activation_quantization=plan.emulate)
+    engine = replace(Engine.load(plan.directory), manifest=plan.manifest, **plan.products)
     engine = rank_engine(engine, place.rank, place.ranks)
     pipe.send(True)
     join_group(place)

@@ -167,7 +167,7 @@ def test_a_rank_ends_where_its_calls_end_otherwise_than_rank_0s(engine, monkeypa
     """The first call fails with a ValueError; rank 0 tells with the second how it ended there."""
     monkeypatch.setattr(parallel_session, "join_group", lambda place: None)
     pipe = Told(("step", ([],), ""), ("allocate", (), outcome))
-    plan = parallel_session._Plan(engine.directory, engine.manifest, False, 1, 8, None)
+    plan = parallel_session._Plan(engine.directory, engine.manifest, {}, 1, 8, None)
     with pytest.raises(
         error, match="the call before 'allocate' ended with ValueError" if error is RuntimeError else None
     ):
