@@ -304,10 +304,17 @@ class StepGraphs:
             for window in {self._windows[-1], 1}:
                 self.get(rows, window)
 
+    def _classes(self, rows: int, window: int) -> tuple[int, int]:
+        return self._rows[bisect_left(self._rows, rows)], self._windows[bisect_left(self._windows, window)]
+
+    def tokens(self, rows: int, window: int) -> int:
+        """Tokens, padding included, of the graph that `get` gives."""
+        row_bucket, window_class = self._classes(rows, window)
+        return row_bucket * window_class
+
     def get(self, rows: int, window: int, sampled: bool = False) -> StepGraph:
         """The smallest graph for `rows` rows whose longest window has `window` tokens."""
-        row_bucket = self._rows[bisect_left(self._rows, rows)]
-        window_class = self._windows[bisect_left(self._windows, window)]
+        row_bucket, window_class = self._classes(rows, window)
         key = (row_bucket, window_class, sampled)
         if key not in self._graphs:
             self._graphs[key] = StepGraph(

@@ -128,12 +128,12 @@ class ParallelSession(Session):
         with self._mirrored("step", rows):
             return super().step(rows)
 
-    def start_step(self, rows: Sequence[Row]) -> Finish:
+    def start_step(self, rows: Sequence[Row], chosen_only: bool = False) -> Finish:
         if self._inside:
-            return super().start_step(rows)
+            return super().start_step(rows, chosen_only)
         number = next(self._numbers)  # of what this call begins and another ends
-        with self._mirrored("start_step", number, rows):
-            own = super().start_step(rows)
+        with self._mirrored("start_step", number, rows, chosen_only):
+            own = super().start_step(rows, chosen_only)
 
         def finish() -> StepResult:
             with self._mirrored("finish", number):

@@ -8,7 +8,9 @@ for others.
 
 Without drafts every token of a window stands, and a captured step leaves its choices on the device. So the next step
 starts before the host has read those of the last one, and what the host does costs the device no time. A request that
-turns out to have ended then runs once more, and nobody looks at what it gives.
+turns out to have ended then runs once more, and nobody looks at what it gives. Drafts that the host makes need those
+choices; where many requests run, they take turns in two halves, and the device computes one while the host is busy with
+the other.
 """
 
 from __future__ import annotations
@@ -87,6 +89,8 @@ class SchedulerStats:
 
 
 _NO_DRAFT = Draft([])
+HALVED_ROWS = 128
+"""Decoding rows from which drafting requests run in two halves. Fewer do not outweigh reading the weights twice."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,11 @@ class _Started:
     rows: list[Row]
     positions: list[int]
     finish: Finish
+
+    def of(self, indices: Sequence[int]) -> _Started:
+        """The same step, with these of its rows only."""
+        columns = ([column[i] for i in indices] for column in (self.requests, self.rows, self.positions))
+        return _Started(*columns, self.finish)
 
 
 class Scheduler:
@@ -209,22 +218,24 @@ class Scheduler:
         self._expire()
         self._share()
         self._admit()
-        requests = self._select()
+        halves = self._takes_halves()
+        requests = self._select(halves)
         last, self._started = self._started, None
-        started = self._start_step(requests) if requests else None
+        runs_ahead = self._may_run_ahead(requests)
+        started = self._start_step(requests, runs_ahead) if requests else None
         if last is not None:
             self._finish_step(last)
-        if started is not None and self._may_run_ahead(requests):
+        if started is not None and runs_ahead and (self._drafter is None or halves):
             self._started = started
         elif started is not None:
             self._finish_step(started)
         return started is not None or last is not None
 
-    def _start_step(self, requests: list[Request]) -> _Started:
+    def _start_step(self, requests: list[Request], chosen_only: bool) -> _Started:
         self._propose([request for request in requests if not request.plan])
         rows, positions = [_row(request) for request in requests], [request.fed for request in requests]
         if self.session.can_run_ahead:
-            finish = self.session.start_step(rows)
+            finish = self.session.start_step(rows, chosen_only)
         else:
             result = self.session.step(rows)
             finish = lambda: result  # noqa: E731
@@ -234,15 +245,22 @@ class Scheduler:
         return _Started(requests, rows, positions, finish)
 
     def _may_run_ahead(self, requests: list[Request]) -> bool:
-        """Whether nothing but the choices of a step is wanted, and no request may have to do with what comes next."""
-        return (
-            self._drafter is None
-            and self.session.can_run_ahead
-            and all(
-                request.processor is None and request.logprobs is None and request.fed not in request.snapshots
-                for request in requests
-            )
+        """Whether nothing but the choices of a step of these requests is wanted, and others may start before them."""
+        if not self.session.can_run_ahead or not (self._drafter is None or getattr(self._drafter, "on_host", False)):
+            return False
+        return not any(
+            request.processor is not None
+            or request.logprobs is not None
+            or (request.snapshots and request.plan and request.fed + request.plan[0] in request.snapshots)
+            for request in requests
         )
+
+    def _takes_halves(self) -> bool:
+        """Whether drafting requests take turns in two halves: all of them may run ahead then, so none falls behind."""
+        if self._drafter is None or len(self.running) < HALVED_ROWS:
+            return False
+        decoding = sum(not request.plan for request in self.running)
+        return decoding >= HALVED_ROWS and self._may_run_ahead(self.running)
 
     def _catch_up(self) -> None:
         """Settle the step that runs ahead, if there is one."""
@@ -254,6 +272,11 @@ class Scheduler:
         result = step.finish()
         choices = choose(step.requests, step.rows, result, step.positions)
         if self._drafter is not None:
+            # Who ended meanwhile has no slot any more.
+            going_on = [index for index, request in enumerate(step.requests) if request.finish_reason is None]
+            if len(going_on) < len(step.requests):
+                choices = [choices[index] for index in going_on]
+                step = step.of(going_on)
             stands = [
                 len(row.tokens) if request.plan or choice.error is not None else len(choice.tokens)
                 for request, row, choice in zip(step.requests, step.rows, choices, strict=True)
@@ -330,16 +353,23 @@ class Scheduler:
             self.stats.cached_tokens += snapshot.seq_len
         request.admitted = self._clock()
 
-    def _select(self) -> list[Request]:
-        """Every decoding request, and prompts in turn as far as the budget and the spread of flushes allow."""
-        decoding = [request for request in self.running if not request.plan and request.remaining > request.unread]
+    def _select(self, halves: bool) -> list[Request]:
+        """Every decoding request that is not in a step, at most half of all where they take turns, and prompts in turn
+        as far as the budget and the spread of flushes allow."""
+        running = self.running
+        if self._drafter is not None and self._started is not None:
+            busy = set(map(id, self._started.requests))
+            running = [request for request in running if id(request) not in busy]
+        decoding = [request for request in running if not request.plan and request.remaining > request.unread]
+        if halves:
+            decoding = decoding[: -(-len(self.running) // 2)]
         budget = self.max_num_tokens - len(decoding) * (1 + self.draft_len)
         buffer_len = self.session.settings.buffer_len
         pace = 1 + self.stats.accepted_tokens / max(self.stats.decode_calls, 1)
-        prompts = sorted((r for r in self.running if r.plan), key=lambda r: (r.served, r.number))
+        prompts = sorted((r for r in running if r.plan), key=lambda r: (r.served, r.number))
         if not prompts:
             return decoding
-        phases = FlushPhases((request.history for request in decoding), len(self.running), buffer_len, pace)
+        phases = FlushPhases((request.history for request in decoding), len(running), buffer_len, pace)
         prefilling = []
         for request in prompts:
             if request.plan[0] > budget:

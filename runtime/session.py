@@ -170,16 +170,16 @@ class Session:
         """Whether a row's first token may be LAST_CHOSEN: a step can then start before the last one was waited for."""
         return self._programs["main"].graphs is not None
 
-    def start_step(self, rows: Sequence[Row]) -> Finish:
+    def start_step(self, rows: Sequence[Row], chosen_only: bool = False) -> Finish:
         """`step`, but what waits for the device is the function that it returns.
 
         Where `can_run_ahead`, another step may be started before that is called; it then finds `chosen` only, because
-        logits and hidden states of a captured step last until the next one starts. Raises ValueError as `step` does;
-        any other exception leaves the slots as they were.
+        logits and hidden states of a captured step last until the next one starts. chosen_only: they are not read at
+        all. Raises ValueError as `step` does; any other exception leaves the slots as they were.
         """
         self._check_rows(rows)
         seq_lens = [self._seq_lens[row.slot] for row in rows]
-        finish = self._programs["main"].start(rows, seq_lens, [row.logits for row in rows])
+        finish = self._programs["main"].start(rows, seq_lens, [row.logits for row in rows], None, chosen_only)
         for row in rows:
             if len(row.tokens) > self.settings.max_window:
                 self._seq_lens[row.slot] += len(row.tokens)

@@ -54,7 +54,8 @@ class Committed:
 class Drafter(Protocol):
     """Proposes tokens. A drafter may keep what it learns about a slot until `release`.
 
-    One that learns nothing from what is committed says so by `observes = False`, and is not told. One whose knowledge
+    One that learns nothing from what is committed says so by `observes = False`, and is not told. `on_host = True`: it
+    does without the device, so it can propose while that computes a step of other sequences. One whose knowledge
     does not follow from the tokens alone also has `snapshot(slot)` and `restore(slot, snapshot)`, for sequences that
     move to another slot.
     """
@@ -176,7 +177,7 @@ class NgramDrafter:
     reaches the end of the sequence goes on with its own proposals, so a repeating pattern is proposed at full length.
     """
 
-    observes = False
+    observes, on_host = False, True
 
     def __init__(self, max_ngram: int = 4, min_ngram: int = 1) -> None:
         if not 1 <= min_ngram <= max_ngram:

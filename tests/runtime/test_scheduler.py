@@ -185,10 +185,15 @@ def test_interleaving_in_float32(tiny_engine, alone, assert_same_tokens):
         assert_same_tokens(engine, PROMPTS[index], ours, expected[index][: len(ours)], FLOAT32_BOUND)
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "halves"])
 @pytest.mark.parametrize("buffer_len", [8, 0])
-def test_interleavings_of_captured_steps(tiny_engine, alone, draft, buffer_len):
-    """Without drafts, steps start before the last one was read: cancellation, preemption and ends come too late."""
+def test_interleavings_of_captured_steps(tiny_engine, alone, monkeypatch, draft, buffer_len):
+    """Where steps start before the last one was read, cancellation, preemption and ends come too late. halves: drafting
+    requests take turns, and rows without a draft run in a step of their own."""
+    if draft == "halves":
+        draft = "ngram"
+        monkeypatch.setattr("replayssm.runtime.scheduler.HALVED_ROWS", 2)
+        monkeypatch.setattr("replayssm.runtime.program.SPLIT_TOKENS", 1)
     engine = tiny_engine("nano", buffer_len=buffer_len)
     for seed in range(3):
         session = Session(engine, slots=3, prefill_chunk=CHUNK, graphs=True)
@@ -205,9 +210,9 @@ def test_a_step_starts_before_the_last_one_was_read(tiny_engine, alone, buffer_l
     session = Session(tiny_engine("nano", buffer_len=buffer_len), slots=2, prefill_chunk=CHUNK, graphs=True)
     events, start_step = [], session.start_step
 
-    def start(rows):
+    def start(rows, chosen_only):
         events.append("start")
-        finish = start_step(rows)
+        finish = start_step(rows, chosen_only)
         return lambda: events.append("read") or finish()
 
     session.start_step = start
@@ -226,6 +231,43 @@ def test_a_step_starts_before_the_last_one_was_read(tiny_engine, alone, buffer_l
     assert session.free_slots == 2
     assert max(len(run) for run in "".join(event[0] for event in events).split("r")) == 2, "two at most, and two"
     assert events.count("start") == events.count("read") == scheduler.stats.steps
+
+
+def test_drafting_requests_take_turns_in_two_halves(tiny_engine, alone, monkeypatch):
+    """A step starts while the other half's is computed; no request is in both, and each gets its own tokens."""
+    monkeypatch.setattr("replayssm.runtime.scheduler.HALVED_ROWS", 3)
+    session = Session(tiny_engine("nano"), slots=5, prefill_chunk=CHUNK, graphs=True)
+    running, together, sizes, start_step = [], [], [], session.start_step
+
+    def start(rows, chosen_only):
+        slots = {row.slot for row in rows}
+        finish = start_step(rows, chosen_only)
+        running.append(slots)
+        together.append(len(running))
+        sizes.append(len(rows))
+        assert len(running) == 1 or not running[0] & running[1]
+        return lambda: running.remove(slots) or finish()
+
+    session.start_step = start
+    scheduler = Scheduler(session, NgramDrafter())
+    requests = [(2, scheduler.submit(Request.create(session, PROMPTS[2], 40, end_tokens=()))) for _ in range(5)]
+    while scheduler.step():
+        pass
+    assert max(together) == 2
+    assert together.count(2) > 10
+    assert sizes[10] in (2, 3)
+    assert scheduler.stats.accepted_tokens > 0
+    tokens = {tuple(request.generated) for _, request in requests}
+    assert len(tokens) == 1
+    assert list(tokens.pop())[: LENGTHS[2]] == alone("nano")[2]
+    # Log-probabilities need a step's logits, so nobody takes turns beside such a request.
+    together.clear()
+    for index in (2, 2, 2, 2):
+        scheduler.submit(request_for(session, index))
+    scheduler.submit(request_for(session, 2, logprobs=1))
+    while scheduler.step():
+        pass
+    assert max(together) == 1
 
 
 def recorded_logits(session):
