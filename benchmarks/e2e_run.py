@@ -197,7 +197,8 @@ def free_memory(device: torch.device) -> None:
 class Split:
     """Microseconds per step by kernel class, kernels per step, and the time between kernels of a step.
 
-    gap_us, largest_gap_us: within a graph, all of a step's and the largest. wide_gaps: the widest of each pair of
+    gap_us, largest_gap_us: within a graph, all of a step's and the largest. idle_us: between the first record and the
+    last, the time of a step in which the device did nothing, whoever was to blame. wide_gaps: the widest of each pair of
     neighbours, "before -> after", widest first. top: microseconds per step by kernel name.
     """
 
@@ -205,6 +206,7 @@ class Split:
     kernels: int
     gap_us: float
     largest_gap_us: float
+    idle_us: float
     wide_gaps: dict[str, float]
     top: dict[str, float]
 
@@ -250,7 +252,7 @@ def kernel_split(events: Sequence[dict], steps: int) -> Split:
         span = (event["ts"], event["ts"] + event["dur"], name)
         # The kernels of a graph carry the number of its launch.
         launches[event.get("args", {}).get("correlation")].append(span)
-    gaps = {"": 0.0}
+    gaps: dict[str, float] = {}
     total = 0.0
     for spans in launches.values():
         spans.sort()
@@ -258,17 +260,28 @@ def kernel_split(events: Sequence[dict], steps: int) -> Split:
         for begin, stop, name in spans[1:]:
             gap, pair = max(0.0, begin - end), f"{before} -> {name}"
             total += gap
-            gaps[pair] = max(gaps.get(pair, 0.0), gap)
+            if gap > 0:
+                gaps[pair] = max(gaps.get(pair, 0.0), gap)
             if stop > end:
                 end, before = stop, name
     return Split(
         dict(classes),
         round(len(records) / steps),
         total / steps,
-        max(gaps.values()),
+        max(gaps.values(), default=0.0),
+        _idle(records) / steps,
         _widest(gaps, 6),
         _widest(names, 25),
     )
+
+
+def _idle(records: Sequence[dict]) -> float:
+    """Microseconds that no record covers."""
+    idle, end = 0.0, None
+    for begin, duration in sorted((event["ts"], event["dur"]) for event in records):
+        idle += 0.0 if end is None else max(0.0, begin - end)
+        end = begin + duration if end is None else max(end, begin + duration)
+    return idle
 
 
 def _widest(values: dict[str, float], count: int) -> dict[str, float]:

@@ -140,7 +140,8 @@ class Measured:
 
 
 def requests_of(session: Session, order: list[int], options: argparse.Namespace, seed: int) -> Iterator[Request]:
-    """Endless: prompts that repeat a cycle, answers of uniformly distributed lengths."""
+    """Endless: prompts that repeat a cycle, answers of uniformly distributed lengths. Those that fill the slots at first
+    are as long as what is left of answers that began before, so that some end in every step from the beginning."""
     choose, number = random.Random(seed), 0
     while True:
         start = choose.randrange(len(order) // options.period) * options.period
@@ -149,6 +150,8 @@ def requests_of(session: Session, order: list[int], options: argparse.Namespace,
         prompt = [cycle[(first + i) % options.period] for i in range(options.prompt_len)]
         length = choose.randint(options.output_len // 2, options.output_len * 3 // 2)
         number += 1
+        if number <= session.slots:
+            length = max(options.output_len // 8, choose.randint(1, length))
         params = SamplingParams(temperature=options.temperature, seed=number)
         yield Request.create(session, prompt, length, params, end_tokens=())
 
@@ -241,6 +244,7 @@ def measure(model: Model, order: list[int], batch: int, options: argparse.Namesp
             prefill_chunk=PREFILL_CHUNK,
             temperature=options.temperature,
             steps=len(one.steps),
+            rows_per_step=round(one.calls / len(one.steps), 1),
             mixed_steps=sum(step.prompt_tokens > 0 for step in one.steps),
             **{
                 f"{kind}_{field}_ms": one.median_ms(f"{field}_s", kind == "mixed")
@@ -270,6 +274,7 @@ def gap_fields(split: Split | None) -> dict:
         "split_us": {name: round(value, 1) for name, value in split.classes.items()},
         "gap_us": round(split.gap_us, 1),
         "largest_gap_us": round(split.largest_gap_us, 2),
+        "idle_us": round(split.idle_us, 1),
         "wide_gaps_us": split.wide_gaps,
     }
 

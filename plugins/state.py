@@ -164,23 +164,26 @@ def commit_all(
     slots, accepted = torch.as_tensor(slots).tolist(), torch.as_tensor(accepted).tolist()
     _check_commit(states[0], slots, accepted)
     width = states[0]["snapshots"].shape[1]
-    kept = sorted((slot, slot * width + count - 1) for slot, count in zip(slots, accepted, strict=True) if count)
+    kept = [(slot * width + count - 1, slot) for slot, count in zip(slots, accepted, strict=True) if count]
     if not kept:
         return
-    # Neighbouring slots are one copy, straight from the snapshots to the checkpoints.
-    starts = [i for i, (slot, _) in enumerate(kept) if i == 0 or kept[i - 1][0] != slot - 1]
-    sources = torch.tensor([source for _, source in kept], dtype=torch.int64)
-    device = states[0]["snapshots"].device
-    if device.type == "cuda":
-        sources = sources.pin_memory().to(device, non_blocking=True)
+    rows = torch.tensor(kept, dtype=torch.int32).T.contiguous()
+    if states[0]["snapshots"].is_cuda:
+        rows = rows.pin_memory().to(states[0]["snapshots"].device, non_blocking=True)
     for state in states:
         for part in ("checkpoint", "checkpoint_scale"):
-            if part not in state.tensors:
-                continue
-            snapshots = state[part.replace("checkpoint", "snapshots")].flatten(0, 1)
-            for start, end in zip(starts, [*starts[1:], len(kept)], strict=True):
-                target = state[part][kept[start][0] : kept[end - 1][0] + 1]
-                torch.index_select(snapshots, 0, sources[start:end], out=target)
+            if part in state.tensors:
+                _copy_rows(state[part.replace("checkpoint", "snapshots")].flatten(0, 1), *rows, state[part])
+
+
+def _copy_rows(source: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, target: torch.Tensor) -> None:
+    """target[targets] = source[sources] (both int32 [n]), on a GPU without a copy in between."""
+    if source.is_cuda:
+        from replayssm.plugins import launch  # which needs this module
+
+        if launch.copy_rows(source, sources, targets, target):
+            return
+    target[targets.long()] = source[sources.long()]
 
 
 def _check_commit(state: LayerState, slots: list[int], accepted: list[int]) -> None:

@@ -233,6 +233,8 @@ def test_kernel_records_are_split_by_class_and_launch() -> None:
     split = e2e_run.kernel_split(events, 2)
     assert split.classes == {"ssm": 6.0, "matmul": 1.0, "elementwise": 0.5, "other": 1.0}
     assert (split.rest_us, split.gap_us, split.largest_gap_us) == (2.5, 2.0, 3.0)
+    assert split.wide_gaps == {"mamba2_window -> some_sort": 3.0, "mamba2_window -> nvjet_tst_128": 1.0}
+    assert split.idle_us == (1 + 491 + 3) / 2
     with pytest.raises(RuntimeError, match="recorded no kernels"):
         e2e_run.kernel_split([], 1)
 

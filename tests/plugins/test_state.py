@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+from replayssm.plugins import launch
 from replayssm.plugins.contract import (
     AttentionGeometry,
     ConvGeometry,
@@ -17,11 +22,15 @@ from replayssm.plugins.contract import (
 from replayssm.plugins.state import (
     LayerState,
     allocate_state,
+    commit,
     copy_slot,
     raise_on_error,
     set_checkpoint_position,
     torch_dtype,
 )
+
+sys.path.append(str(Path(__file__).parent / "emulation"))
+from emulate import Emulated
 
 GEOMETRIES = [Mamba2Geometry(3, 4, 32, 1), GdnGeometry(1, 3, 32, 4), ConvGeometry(9, 4), AttentionGeometry(2, 8)]
 SETTINGS = ReplaySettings(buffer_len=4, max_window=2, max_seq_len=10, readout_dtype="nvfp4")
@@ -97,3 +106,30 @@ def test_unknown_dtype_is_refused():
     for name in ("bf16", "Tensor", "float31"):
         with pytest.raises(ValueError, match="is not a torch dtype"):
             torch_dtype(name)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+@pytest.mark.parametrize("chunks", [1, 300, 9000])
+def test_the_kernel_copies_rows_and_no_others(monkeypatch, chunks):
+    """As `commit` calls it: rows in any order, 16-byte chunks of which a block takes more than it has threads."""
+    monkeypatch.setattr(launch, "launch", lambda config, values, device, rows: Emulated()._call(config, values, rows))
+    source, target = (torch.randint(2**31, (6, chunks * 4), dtype=torch.int32) for _ in range(2))
+    before, sources, targets = target.clone(), torch.tensor([5, 0, 3]), torch.tensor([1, 4, 2])
+    assert launch.copy_rows(source, sources.int(), targets.int(), target)
+    before[targets] = source[sources]
+    assert torch.equal(target, before)
+    assert not launch.copy_rows(source[:, :-1], sources.int(), targets.int(), target)
+    assert not launch.copy_rows(source[:, :3].contiguous(), sources.int(), targets.int(), target)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_commit_on_a_gpu_equals_that_on_the_cpu():
+    settings = ReplaySettings(buffer_len=0, max_window=5)
+    states = [allocate_state(Mamba2Geometry(8, 16, 32, 2), settings, 9, device) for device in ("cpu", "cuda")]
+    for part in ("checkpoint", "snapshots"):
+        states[0][part].normal_()
+        states[1][part].copy_(states[0][part])
+    for state in states:
+        commit(state, [7, 0, 3, 4], [5, 1, 0, 2])
+    assert torch.equal(states[0]["checkpoint"], states[1]["checkpoint"].cpu())
