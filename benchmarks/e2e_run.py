@@ -197,9 +197,9 @@ def free_memory(device: torch.device) -> None:
 class Split:
     """Microseconds per step by kernel class, kernels per step, and the time between kernels of a step.
 
-    gap_us, largest_gap_us: within a graph, all of a step's and the largest. idle_us: between the first record and the
-    last, the time of a step in which the device did nothing, whoever was to blame. wide_gaps: the widest of each pair of
-    neighbours, "before -> after", widest first. top: microseconds per step by kernel name.
+    gap_us, largest_gap_us: within a graph, all of a step's and the largest. idle_us: of a step, the device did nothing,
+    between graphs too. wide_gaps: the widest of each pair of neighbours, "before -> after", widest first. top:
+    microseconds per step by kernel name.
     """
 
     classes: dict[str, float]

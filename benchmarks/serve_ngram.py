@@ -140,8 +140,10 @@ class Measured:
 
 
 def requests_of(session: Session, order: list[int], options: argparse.Namespace, seed: int) -> Iterator[Request]:
-    """Endless: prompts that repeat a cycle, answers of uniformly distributed lengths. Those that fill the slots at first
-    are as long as what is left of answers that began before, so that some end in every step from the beginning."""
+    """Endless: prompts that repeat a cycle, answers of uniformly distributed lengths.
+
+    Those that fill the slots at first have the rest of an answer that began before, so that some end from the start.
+    """
     choose, number = random.Random(seed), 0
     while True:
         start = choose.randrange(len(order) // options.period) * options.period
