@@ -124,7 +124,7 @@ class StepGraph:
         reads; whoever drives the graph on the device writes them there instead of calling `load`.
     logits [rows * window, vocab] and hidden_states [rows * window, hidden]: of the last launch; the next launch of any
         graph overwrites them.
-    sampled: tokens are drawn by each row's sampling parameters, not only the likeliest ones.
+    kind: how tokens are chosen, as `sampling.KINDS` has it; rows of earlier kinds may be among the others.
     hidden: size and dtype of the hidden states that a draft head reads beside every token.
     last_tokens: int64 [slots + 1], what each slot's last step chose; the last entry is that of padding rows. None for a
         network whose tokens are not chosen here.
@@ -138,17 +138,17 @@ class StepGraph:
         window: int,
         capture: Capture,
         *,
-        sampled: bool = False,
+        kind: str = "greedy",
         hidden: tuple[int, torch.dtype] | None = None,
         last_tokens: Tensor | None = None,
     ) -> None:
-        self.rows, self.window, self.sampled = rows, window, sampled
+        self.rows, self.window, self.kind = rows, window, kind
         self._last_tokens = last_tokens
         self._executor, self._error_flag = executor, error_flag
         device = error_flag.device
         integers = ("seq_lens", "window_lens", "state_batch_indices")
         layout = [("token_ids", torch.int64, rows * window), *((name, torch.int32, rows) for name in integers)]
-        if sampled:
+        if kind != "greedy":
             layout += [(name, dtype, rows) for name, dtype in SamplingBatch.COLUMNS.items()]
         self._buffers = _Buffers(layout, device)
         self.device_inputs = self._buffers.device
@@ -181,7 +181,7 @@ class StepGraph:
         host["seq_lens"][:count] = seq_lens
         host["window_lens"][:count] = lengths
         host["state_batch_indices"][:count] = slots
-        if self.sampled:
+        if self.kind != "greedy":
             for name, values in SamplingBatch.columns(params or []).items():
                 host[name][:count] = values.numpy()
         self._buffers.upload()
@@ -242,7 +242,7 @@ class StepGraph:
         self._keep(logits=outputs["logits"], hidden_states=outputs["hidden_states"])
         largest, tokens = self.logits.max(dim=1)
         finite = largest.isfinite()
-        if self.sampled:
+        if self.kind != "greedy":
             tokens = self._sample(positions, finite)
         self._results = torch.cat([tokens, finite.to(torch.int64), self._error_flag.to(torch.int64)])
         if places is not None:
@@ -272,7 +272,7 @@ class StepGraph:
             name: self.device_inputs[name].unsqueeze(1).expand(-1, self.window).flatten()
             for name in SamplingBatch.COLUMNS
         }
-        batch = SamplingBatch.from_columns(columns, positions.flatten().to(torch.int64) + 1)
+        batch = SamplingBatch.from_columns(columns, positions.flatten().to(torch.int64) + 1, self.kind)
         return sample_tokens(self.logits.masked_fill(~finite.unsqueeze(1), 0.0), batch)
 
 
@@ -294,7 +294,7 @@ class StepGraphs:
         device = error_flag.device
         self._capture = CudaCapture(device) if device.type == "cuda" else capture_eagerly
         self._rows, self._windows = row_buckets(slots), window_classes(max_window)
-        self._graphs: dict[tuple[int, int, bool], StepGraph] = {}
+        self._graphs: dict[tuple[int, int, str], StepGraph] = {}
         self.last_tokens = None if hidden else torch.zeros(slots + 1, dtype=torch.int64, device=device)
 
     def prepare(self) -> None:
@@ -312,10 +312,10 @@ class StepGraphs:
         row_bucket, window_class = self._classes(rows, window)
         return row_bucket * window_class
 
-    def get(self, rows: int, window: int, sampled: bool = False) -> StepGraph:
+    def get(self, rows: int, window: int, kind: str = "greedy") -> StepGraph:
         """The smallest graph for `rows` rows whose longest window has `window` tokens."""
         row_bucket, window_class = self._classes(rows, window)
-        key = (row_bucket, window_class, sampled)
+        key = (row_bucket, window_class, kind)
         if key not in self._graphs:
             self._graphs[key] = StepGraph(
                 self._executor,
@@ -323,7 +323,7 @@ class StepGraphs:
                 row_bucket,
                 window_class,
                 self._capture,
-                sampled=sampled,
+                kind=kind,
                 hidden=self._hidden,
                 last_tokens=self.last_tokens,
             )

@@ -269,9 +269,9 @@ class Program:
     ) -> Finish:
         lengths = [len(row.tokens) for row in rows]
         params = [getattr(row, "params", None) or SamplingParams() for row in rows]
-        sampled = not all(row.is_greedy for row in params)
-        graph = self.graphs.get(len(rows), max(lengths), sampled)
-        graph.load([row.tokens for row in rows], seq_lens, [row.slot for row in rows], params if sampled else None)
+        kind = SamplingBatch.kind_of(params)
+        graph = self.graphs.get(len(rows), max(lengths), kind)
+        graph.load([row.tokens for row in rows], seq_lens, [row.slot for row in rows], params)
         if hidden_states is not None:
             graph.load_hidden_states(hidden_states, lengths)
         launch = graph.launch()

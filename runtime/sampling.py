@@ -6,7 +6,7 @@ of nothing else, so a request gets the same tokens whatever it is batched with, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +18,11 @@ _WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 _PHILOX_ROUNDS = 10
+
+
+KINDS = ("greedy", "plain", "ranked")
+"""Of `SamplingParams.kind`, each dearer than the one before."""
+PLAIN_BLOCK = 512
 
 
 class Purpose:
@@ -60,6 +65,13 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def kind(self) -> str:
+        """How a token is chosen: "greedy", "plain" (any token may come), or "ranked" (only some of the likeliest)."""
+        if self.is_greedy:
+            return "greedy"
+        return "ranked" if self.top_k or self.top_p < 1.0 else "plain"
+
 
 def _philox(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list[torch.Tensor]:
     """Philox4x32-10 (Salmon et al., SC 2011) on int64 tensors that hold 32-bit words."""
@@ -99,15 +111,20 @@ class SamplingBatch:
     def __init__(
         self, params: Sequence[SamplingParams], positions: Sequence[int], device: torch.device | str = "cpu"
     ) -> None:
-        self.all_greedy = all(row.is_greedy for row in params)
+        self.kind = self.kind_of(params)
         columns = {name: column.to(device) for name, column in self.columns(params).items()}
         self._set(columns, torch.tensor(list(positions), dtype=torch.int64, device=device))
 
+    @staticmethod
+    def kind_of(params: Iterable[SamplingParams]) -> str:
+        """The kind that serves all of `params`: each of KINDS also does what those before it do."""
+        return max((row.kind for row in params), key=KINDS.index, default="greedy")
+
     @classmethod
-    def from_columns(cls, columns: Mapping[str, torch.Tensor], positions: torch.Tensor) -> SamplingBatch:
-        """A batch over tensors named as in COLUMNS, which are read when it is used; rows may be greedy or not."""
+    def from_columns(cls, columns: Mapping[str, torch.Tensor], positions: torch.Tensor, kind: str) -> SamplingBatch:
+        """A batch over tensors named as in COLUMNS, which are read when it is used; no row is of a later kind."""
         batch = cls.__new__(cls)
-        batch.all_greedy = False
+        batch.kind = kind
         batch._set(columns, positions)
         return batch
 
@@ -178,10 +195,40 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def sample_tokens(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """`sample` of finite logits, without waiting for the device: a CUDA graph can hold it."""
-    if batch.all_greedy:
-        return logits.argmax(dim=1)
-    ids, probs = _ranked_probabilities(logits, batch)
-    index = draw(probs, batch.uniform(Purpose.TOKEN))
-    tokens = ids.gather(1, index.unsqueeze(1)).squeeze(1)
-    return torch.where(batch.temperature == 0, logits.argmax(dim=1), tokens)
+    """`sample` of finite logits, without waiting for the device: a CUDA graph can hold it.
+
+    A row is drawn by what its own parameters say, whatever the batch holds.
+    """
+    tokens = logits.argmax(dim=1)
+    if batch.kind == "greedy":
+        return tokens
+    uniforms = batch.uniform(Purpose.TOKEN)
+    drawn = _draw_plain(logits, batch, uniforms)
+    if batch.kind == "ranked":
+        ids, probs = _ranked_probabilities(logits, batch)
+        ranked = ids.gather(1, draw(probs, uniforms).unsqueeze(1)).squeeze(1)
+        drawn = torch.where((batch.top_k > 0) | (batch.top_p < 1.0), ranked, drawn)
+    return torch.where(batch.temperature == 0, tokens, drawn)
+
+
+def _draw_plain(logits: torch.Tensor, batch: SamplingBatch, uniforms: torch.Tensor) -> torch.Tensor:
+    """Tokens of rows without top_k and top_p, in the order of the vocabulary: first a block of it, then in the block.
+
+    Sorting the vocabulary is most of the time of a ranked draw; this reads the logits a few times. Probabilities are
+    fp32, their sums fp64: a token's probability is off by some 1e-7 of itself.
+    """
+    temperature = torch.where(batch.temperature == 0, 1.0, batch.temperature).unsqueeze(1)
+    weights = logits.float() - logits.amax(dim=1, keepdim=True)
+    weights = weights.div_(temperature).exp_()
+    # The likeliest token has weight 1.
+    weights = weights.masked_fill_(weights < batch.min_p.unsqueeze(1), 0.0)
+    if rest := -weights.shape[1] % PLAIN_BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, rest))
+    blocks = weights.view(len(weights), -1, PLAIN_BLOCK)
+    sums = blocks.sum(dim=2, dtype=torch.float64)
+    block = draw(sums, uniforms).unsqueeze(1)
+    inside = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, PLAIN_BLOCK)).squeeze(1).double()
+    before = (sums.cumsum(dim=1) - sums).gather(1, block)
+    mass = sums.gather(1, block)
+    within = ((uniforms.unsqueeze(1) * sums.sum(dim=1, keepdim=True) - before) / mass).clamp_(0.0, 1.0)
+    return block.squeeze(1) * PLAIN_BLOCK + draw(inside, within.squeeze(1))

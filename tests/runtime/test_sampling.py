@@ -156,6 +156,33 @@ def test_top_k_one_and_tiny_temperature_are_greedy():
         assert torch.equal(sample(logits, SamplingBatch([params] * 4, range(4))), logits.argmax(dim=1))
 
 
+@pytest.mark.parametrize("vocab", [5, 512, 700, 2600])
+def test_plain_draws_cover_the_vocabulary(vocab):
+    """Of one block and of several: a known uniform number leads to a known token, but for rounding at its edges."""
+    logits = logits_of(7, vocab=vocab)
+    for params in (SamplingParams(temperature=0.8, seed=3), SamplingParams(temperature=1.2, min_p=0.2, seed=4)):
+        batch = SamplingBatch([params] * 400, range(400))
+        assert batch.kind == "plain"
+        tokens = sample(logits.expand(400, -1), batch)
+        edges = torch.tensor(expected_distribution(logits[0], params), dtype=torch.float64).cumsum(0)
+        uniforms = batch.uniform(Purpose.TOKEN)
+        low, high = torch.where(tokens > 0, edges[tokens - 1], 0.0), edges[tokens]
+        # Weights are rounded to fp32 one by one, and their sums to fp64.
+        assert bool((low - 1e-6 <= uniforms).all())
+        assert bool((uniforms <= high + 1e-6).all())
+        assert len(tokens.unique()) > 3 or params.min_p
+
+
+def test_kinds():
+    kinds = [({}, "greedy"), ({"top_k": 3}, "greedy"), ({"temperature": 1.0, "min_p": 0.1}, "plain")]
+    kinds += [({"temperature": 1.0, "top_k": 3}, "ranked"), ({"temperature": 0.5, "top_p": 0.9}, "ranked")]
+    params = [SamplingParams(**options) for options, _ in kinds]
+    assert [row.kind for row in params] == [kind for _, kind in kinds]
+    assert SamplingBatch(params[:2], [0, 1]).kind == "greedy"
+    assert SamplingBatch(params[:3], [0, 1, 2]).kind == "plain"
+    assert SamplingBatch(params, range(5)).kind == "ranked"
+
+
 def test_masked_logits_are_never_drawn():
     logits = torch.full((1, 6), float("-inf"))
     logits[0, 2] = -50.0
