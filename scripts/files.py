@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +26,41 @@ def _is_special(path: Path) -> bool:
 
 def _temporary_file(path: Path, delete: bool) -> Any:
     """A new text file beside `path`."""
-    try:
+    with _naming(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         return tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=delete)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; choose another file") from error
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> int:
     """Write lines so that the file appears whole; returns how many. ValueError where it cannot be written."""
     if _is_special(path):
         text = [line + "\n" for line in lines]
-        with path.open("w", encoding="utf-8") as file:
+        with _naming(path), path.open("w", encoding="utf-8") as file:
             file.writelines(text)
         return len(text)
-    path, count = Path(os.path.realpath(path)), 0
-    with _temporary_file(path, delete=False) as file:
+    real, count = Path(os.path.realpath(path)), 0
+    with _temporary_file(real, delete=False) as file:
         try:
             for line in lines:
-                file.write(line + "\n")
+                with _naming(path):
+                    file.write(line + "\n")
                 count += 1
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
+            with _naming(path):
+                file.flush()
+                os.fsync(file.fileno())
+                os.chmod(file.name, 0o644)
+                os.replace(file.name, real)
         except BaseException:
             os.unlink(file.name)
             raise
     return count
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """ValueError that names `path` for what the system says of writing it: a full disk has no name of its own."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; choose another file") from error

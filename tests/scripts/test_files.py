@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,13 @@ def test_a_pipe_or_device_is_written_to(tmp_path):
     reader.join(10)
     assert read == ["x\n"]
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's full device")
+def test_a_full_disk_is_named():
+    with pytest.raises(ValueError, match="cannot write /dev/full: No space left on device"):
+        write_lines(Path("/dev/full"), ["x"])
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
 
 
 @pytest.mark.parametrize("name", ["no/a", "folder"])
