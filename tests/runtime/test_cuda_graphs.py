@@ -50,7 +50,10 @@ def test_classes_cover_every_step():
 def test_prepared_steps_are_not_captured_again(tiny_engine):
     session = Session(tiny_engine("nano"), graphs=True)
     session._programs["main"].graphs.prepare()
+    graphs = session._programs["main"].graphs
     captured = [session.step_graph(rows, window) for rows in (1, 2, 4, 8) for window in (1, 4)]
+    assert {key[2] for key in graphs._graphs} == {"greedy", "plain"}
+    assert len(graphs._graphs) == 2 * len(captured)
     session._programs["main"].graphs.prepare()
     assert captured == [session.step_graph(rows, window) for rows in (1, 2, 3, 7) for window in (1, 3)]
     # Preparing ran steps of padding rows only.
