@@ -298,8 +298,10 @@ class StepGraphs:
         self.last_tokens = None if hidden else torch.zeros(slots + 1, dtype=torch.int64, device=device)
 
     def prepare(self) -> None:
-        """Capture decode steps and whole verify windows of every number of rows, so that no request waits for it: greedy
-        ones, and those that draw tokens without filters, as OpenAI's clients ask for by default."""
+        """Capture decode steps and whole verify windows of every number of rows, so that no request waits for it.
+
+        Greedy ones, and those that draw tokens without filters, as OpenAI's clients ask for by default.
+        """
         # The largest first: the others then find their memory in the pool.
         for rows in reversed(self._rows):
             for window in {self._windows[-1], 1}:
