@@ -12,10 +12,8 @@
 #define COLUMNS HEAD_K_DIM
 // head_k_dim^-1/2, applied to q in fp32.
 #define QUERY_SCALE rsqrtf((float)COLUMNS)
-#include "gdn_readout.cuh"
-#include "readout_flush.cuh"
+#include "gdn_readout_rows.cuh"
 #include "readout_parts.cuh"
-#include "readout_stage.cuh"
 
 // Products of a row that lane 4 g + t passes on to the lane that solves for it: its own q and k, or all queries.
 constexpr int STAGE_STRIDE = ONE ? 8 : QUERIES + 1;
@@ -35,6 +33,157 @@ struct Shared {
     float pairs[ONE ? 1 : WARPS * QUERIES * WINDOW_ROWS];  // coefficients of the window's u
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
+
+// Two rows of the warp that one lane solves for: neighbours or, for a window of one token, those whose sums the lane has.
+constexpr int ROW_STEP = ONE ? 8 : 1;
+DEVICE int first_of_pair(int share) {
+    const int lane = threadIdx.x % 32;
+    return ONE ? 16 * (lane % 4 + 4 * share) + lane / 4 : 64 * share + 2 * lane;
+}
+DEVICE u32 load_pair(const u16* at) { return ONE ? at[0] | (u32)at[ROW_STEP] << 16 : *(const u32*)at; }
+DEVICE void store_pair(u16* at, u32 word, bool both) {
+    if constexpr (ONE) {
+        at[0] = (u16)word;
+        if (both) at[ROW_STEP] = (u16)(word >> 16);
+    } else {
+        *(u32*)at = word;
+    }
+}
+
+// Folds a prefill row token by token, tile by tile, all warps on each. inputs(tile's first row among all heads', its head)
+// and rows(the same row) say where, key(head) how to round.
+template <class Inputs, class Rows, class Key>
+DEVICE void prefill_tiles(float* stage, const Row& row, int block_row, activation_t* o, const Inputs& inputs,
+                          const Rows& rows, const Key& key) {
+    for (int tile = 0; tile < WARPS * CTA_TILES; tile++) {
+        const int first = block_row + tile * TILE_ROWS, head = first / ROWS;
+        const SerialInputs tile_inputs = inputs(first, head);
+        const StateRows tile_rows = rows(first);
+        const SerialStores stores = {nullptr, row.length, nullptr, 0, stage, tile_rows.checkpoint_scales};
+        for (int r = threadIdx.x / 32 * 4; r < TILE_ROWS; r += WARPS * 4)
+            serial_rows<4, false>(tile_inputs, row, r, tile_rows.checkpoint, stores,
+                                  o + offset_of(row.start, HEADS * ROWS) + first, nullptr);
+        sync_threads();
+        store_staged_tile(stage, tile_rows, first % ROWS, key(head));
+        sync_threads();
+    }
+}
+
+// The readout of a warp's rows on its way: codes in registers where they are few, the scales of blocks in shared memory.
+struct Readout {
+    ReadoutRows rows[NVFP4 ? M_TILES : 1];
+    u32 row_scales[2 * (ONE ? SHARES : M_TILES)];  // of rows 8 i + g, or of those that the lane solves for
+
+    DEVICE_MEMBER void load(const StateRows& from, unsigned char* block_scales) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        if constexpr (NVFP4) {
+            const unsigned char* codes = lane_codes(from);
+#pragma unroll
+            for (int m = 0; m < M_TILES; m++) rows[m].load(codes, m);
+            for (int i = lane * 16; i < CTA_ROWS * BLOCK_SCALE_BYTES; i += 512)
+                copy_async_16(block_scales + i, from.block_scales + i, true);
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * (ONE ? SHARES : M_TILES); i++) {
+            const int of_warp = ONE ? 2 * (t + i / 2 * 4) + i % 2 : i;
+            row_scales[i] = !WIDE && of_warp < ROW_GROUPS ? from.row_scales[8 * of_warp + g] : 127u;
+        }
+    }
+    DEVICE_MEMBER float scale(int i) const { return READOUT_UNIT * e4m3_scale((unsigned char)row_scales[i]); }
+
+    // Products with all queries of rows 16 m + g and + 8.
+    DEVICE_MEMBER void multiply(float (&product)[QUERY_TILES][4], const StateRows& from, const unsigned char* block_scales,
+                                const StateQueries& queries, int m) {
+        LaneScales scales;
+        scales.load(block_scales, m);
+        if constexpr (!NVFP4) rows[0].load(lane_codes(from), m);
+        multiply_readout(product, rows[NVFP4 ? m : 0], scales, queries);
+    }
+};
+
+// What a warp adds up for its rows, on its way through shared memory to the lanes that solve: for a window of one token the
+// state's part, without scales, of every lane of a quad; otherwise all of it.
+struct Sums {
+    float past[ONE ? SHARES : 1][4];  // of one token: the history's part, for the lane's own rows: q and k of each
+    float factor[QUERY_TILES][2];     // decays and scale of queries 2 t and 2 t + 1 of every eight
+
+    DEVICE_MEMBER void begin(const float (&decays)[MAX_WINDOW]) {
+#pragma unroll
+        for (int i = 0; i < 4 * (ONE ? SHARES : 1); i++) past[i / 4][i % 4] = 0.f;
+#pragma unroll
+        for (int i = 0; i < 2 * QUERY_TILES; i++) {
+            const int query = query_of(i / 2, 2 * ((int)threadIdx.x % 4) + i % 2);
+            factor[i / 2][i % 2] = decays[query % MAX_WINDOW] * query_scale(query);
+        }
+    }
+    // exact: products with the checkpoint, which predictions take where U_FROM_CHECKPOINT.
+    DEVICE_MEMBER void add(float* stage, float (&product)[QUERY_TILES][4], const float (&exact)[QUERY_TILES][4],
+                           const Readout& readout, bool has_state, const u16* u, const Coefficients& c, int m) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        if constexpr (ONE) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (!rows_exist(m, half)) continue;
+                if (U_FROM_CHECKPOINT) product[0][2 * half + 1] = t == 0 ? exact[0][2 * half + 1] : 0.f;
+                *(float2*)(stage + (16 * m + 8 * half + g) * STAGE_STRIDE + 2 * t) =
+                    make_float2(product[0][2 * half], product[0][2 * half + 1]);
+            }
+            // Only the columns of the lanes that solve for these rows.
+#pragma unroll
+            for (int step = 0; step < TOKEN_STEPS; step++)
+                add_history(past[ONE ? m / 4 : 0], u, c.past[0][step].masked(g / 2 == m % 4), step, m);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4 * QUERY_TILES; i++) {
+                const int n = i / 4, half = i / 2 % 2, e = i % 2;
+                const bool from_checkpoint = U_FROM_CHECKPOINT && n * 8 + 2 * t + e >= MAX_WINDOW;
+                const float unit = readout.scale(ONE ? 0 : 2 * m + half);
+                const float state = (from_checkpoint ? exact[n][i % 4] : product[n][i % 4] * unit) * factor[n][e];
+                product[n][i % 4] = has_state ? state : 0.f;
+            }
+#pragma unroll
+            for (int i = 0; i < TOKEN_STEPS * QUERY_TILES; i++)
+                add_history(product[i % QUERY_TILES], u, c.past[i % QUERY_TILES][i / QUERY_TILES], i / QUERY_TILES, m);
+#pragma unroll
+            for (int i = 0; i < 4 * QUERY_TILES; i++) {
+                const int query = i / 4 * 8 + 2 * t + i % 2, half = i / 2 % 2;
+                if (rows_exist(m, half) && query < QUERIES)
+                    stage[(16 * m + 8 * half + g) * STAGE_STRIDE + query] = product[i / 4][i % 4];
+            }
+        }
+    }
+    // Outputs and predictions of a row of the lane, from the state and the history.
+    DEVICE_MEMBER void take(float (&outputs)[MAX_WINDOW], float (&predicted)[MAX_WINDOW], const float* stage, int row,
+                            const Readout& readout, bool has_state, int share, int half) const {
+        const float* staged = stage + row * STAGE_STRIDE;
+        if constexpr (ONE) {
+            const float4 first = ((const float4*)staged)[0], second = ((const float4*)staged)[1];
+            const float unit = readout.scale(2 * share + half);
+            const float of_q = ((first.x + first.z) + (second.x + second.z)) * unit * factor[0][0];
+            const float of_k = ((first.y + first.w) + (second.y + second.w)) * (U_FROM_CHECKPOINT ? 1.f : unit) * factor[0][1];
+            outputs[0] = past[ONE ? share : 0][2 * half] + (has_state ? of_q : 0.f);
+            predicted[0] = past[ONE ? share : 0][2 * half + 1] + (has_state ? of_k : 0.f);
+        } else {
+#pragma unroll
+            for (int w = 0; w < MAX_WINDOW; w++) outputs[w] = staged[w], predicted[w] = staged[MAX_WINDOW + w];
+        }
+    }
+};
+
+// u of a row's tokens one after the other, then their outputs. What tokens behind the window's end compute is never stored.
+DEVICE void solve(float (&outputs)[MAX_WINDOW], float (&u)[MAX_WINDOW], float (&predicted)[MAX_WINDOW],
+                  const float (&v)[MAX_WINDOW], const float (&beta)[MAX_WINDOW], const float* pairs, float pair) {
+#pragma unroll
+    for (int w = 0; w < MAX_WINDOW; w++) {
+#pragma unroll
+        for (int j = 0; j < w; j++) {
+            predicted[w] += pairs[(MAX_WINDOW + w) * WINDOW_ROWS + j] * u[j];
+            outputs[w] += pairs[w * WINDOW_ROWS + j] * u[j];
+        }
+        u[w] = beta[w] * (v[w] - predicted[w]);
+        outputs[w] += (ONE ? pair : pairs[w * WINDOW_ROWS + w]) * u[w];
+    }
+}
 
 KERNEL(THREADS, MIN_CTAS)
 gdn_readout(
@@ -72,25 +221,9 @@ gdn_readout(
     if (AHEAD_ROWS && later_row < gridDim.y) later_slot = state_batch_indices[later_row], later_seq_len = seq_lens[later_row];
     const bool has_slot = slot >= 0 && slot < num_slots;
     const int position_now = has_slot ? position_in[offset_of(slot, position_stride) + first_part * CTA_TILES] : 0;
-    ReadoutRows readout_rows[NVFP4 ? M_TILES : 1];
     unsigned char* own_scales = shared.block_scales + (NVFP4 ? warp * (CTA_ROWS * BLOCK_SCALE_BYTES) : 0);
-    u32 scale_of_row[2 * (ONE ? SHARES : M_TILES)];  // of rows 8 i + g, or of those that the lane solves for
-    const auto load_readout = [&](int from_slot) {
-        const StateRows rows = STATE_ROWS(from_slot).from(own_row);
-        if constexpr (NVFP4) {
-            const unsigned char* codes = lane_codes(rows);
-#pragma unroll
-            for (int m = 0; m < M_TILES; m++) readout_rows[m].load(codes, m);
-            for (int i = lane * 16; i < CTA_ROWS * BLOCK_SCALE_BYTES; i += 512)
-                copy_async_16(own_scales + i, rows.block_scales + i, true);
-        }
-#pragma unroll
-        for (int i = 0; i < 2 * (ONE ? SHARES : M_TILES); i++) {
-            const int of_warp = ONE ? 2 * (t + i / 2 * 4) + i % 2 : i;
-            scale_of_row[i] = !WIDE && of_warp < ROW_GROUPS ? rows.row_scales[8 * of_warp + g] : 127u;
-        }
-    };
-    load_readout(has_slot ? slot : 0);
+    Readout readout_rows;
+    readout_rows.load(STATE_ROWS(has_slot ? slot : 0).from(own_row), own_scales);
     if (later_slot >= 0 && later_slot < num_slots && later_seq_len > 0)
         later_position = position_in[offset_of(later_slot, position_stride) + first_part * CTA_TILES];
     // The window's gates and queries, as far as there are any.
@@ -133,27 +266,17 @@ gdn_readout(
     }
     if (row.length > MAX_WINDOW) {
         if (skip_prefill) return;
-        float* stage = (float*)shared.area;
-        for (int tile = 0; tile < WARPS * CTA_TILES; tile++) {
-            // Whole tiles one after the other, all warps on each.
-            const int rows_before = block_row + tile * TILE_ROWS, tile_head = rows_before / ROWS;
-            const int tile_row = rows_before % ROWS;
-            const SerialInputs inputs = {
+        const auto inputs = [&](int first, int tile_head) {
+            return SerialInputs{
                 q + offset_of(row.start, q_stride) + k_column, k + offset_of(row.start, k_stride) + k_column,
-                v + offset_of(row.start, v_stride) + rows_before, a + offset_of(row.start, a_stride) + tile_head,
+                v + offset_of(row.start, v_stride) + first, a + offset_of(row.start, a_stride) + tile_head,
                 b + offset_of(row.start, b_stride) + tile_head, q_stride, k_stride, v_stride, a_stride, b_stride,
                 ring_k_in + offset_of(slot, ring_k_stride) + k_column,
-                ring_u_in + offset_of(slot, ring_u_stride) + tile_head * U_PLANES * ROWS + tile_row,
+                ring_u_in + offset_of(slot, ring_u_stride) + tile_head * U_PLANES * ROWS + first % ROWS,
                 ring_g_in + offset_of(slot, ring_g_stride) + tile_head, -expf(A_log[tile_head]), dt_bias[tile_head]};
-            const StateRows rows = STATE_ROWS(slot).from(rows_before);
-            const SerialStores stores = {nullptr, row.length, nullptr, 0, stage, rows.checkpoint_scales};
-            for (int first = warp * 4; first < TILE_ROWS; first += WARPS * 4)
-                serial_rows<4, false>(inputs, row, first, rows.checkpoint, stores,
-                                      o + offset_of(row.start, HEADS * ROWS) + rows_before, nullptr);
-            sync_threads();
-            store_staged_tile(stage, rows, tile_row, ROUNDING_KEY(tile_head, row.seq_len + row.length));
-            sync_threads();
-        }
+        };
+        prefill_tiles((float*)shared.area, row, block_row, o, inputs, [&](int first) { return STATE_ROWS(slot).from(first); },
+                      [&](int tile_head) { return ROUNDING_KEY(tile_head, row.seq_len + row.length); });
         if (lane < CTA_TILES)
             position[offset_of(slot, position_stride) + tile_index + lane] = row.seq_len + row.length;
         return;
@@ -211,7 +334,7 @@ gdn_readout(
                   gates.history, first_row, ROUNDING_KEY(head, row.seq_len));
         sync_threads();
         // An empty history from here on, and the readout as it has been stored.
-        load_readout(slot);
+        readout_rows.load(STATE_ROWS(slot).from(own_row), own_scales);
         for (int i = lane; i < U_SIZE / 8; i += 32) ((uint4*)own_u)[i] = make_uint4(0, 0, 0, 0);
         history = 0;
         copy_async_wait();
@@ -232,159 +355,56 @@ gdn_readout(
     if ((flush || row.seq_len == 0) && lane < CTA_TILES)
         position[offset_of((int)slot_now, position_stride) + tile_index + lane] = row.seq_len;
 
-    // Coefficients of u: of the history for the matrix unit, of the window for the lanes that solve.
     Scores scores;
     scores.compute(shared.k, (int)(shared.queries - shared.k), history);
-    SplitPairs coefficients[QUERY_TILES][TOKEN_STEPS];
     float* pairs = shared.pairs + (ONE ? 0 : warp * QUERIES * WINDOW_ROWS);
-    float pair_of_one = 0.f;
-#pragma unroll
-    for (int n = 0; n < QUERY_TILES; n++) {
-        float past[2], end[2];
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int query = query_of(n, 2 * t + e);
-            end[e] = gates.prefix[query % MAX_WINDOW];
-            past[e] = gates.window[query % MAX_WINDOW] * (query < MAX_WINDOW ? QUERY_SCALE : 1.f);
-        }
-#pragma unroll
-        for (int step = 0; step < TOKEN_STEPS; step++) {
-            float c[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int token = 16 * step + i / 2 * 8 + g, j = token - history, e = i % 2;
-                const float score = scores.value[step][n][i];
-                c[i] = gates.past[token] * past[e] * score;
-                if (j >= 0) c[i] = 0.f;
-                if (ONE && e == 0) pair_of_one += j == 0 ? score : 0.f;
-                if constexpr (!ONE) {
-                    const int query = n * 8 + 2 * t + e, w = query % MAX_WINDOW;
-                    const bool is_output = query < MAX_WINDOW, used = j < w || (is_output && j == w);
-                    const float exponent = end[e] - gates.prefix[j < 0 || j >= MAX_WINDOW ? 0 : j];
-                    if (query < QUERIES && j >= 0 && j < WINDOW_ROWS)
-                        pairs[query * WINDOW_ROWS + j] =
-                            used ? (j == w ? 1.f : decay_of(exponent)) * (is_output ? QUERY_SCALE : 1.f) * score : 0.f;
-                }
-            }
-            coefficients[n][step].split(c);
-        }
-    }
-    if constexpr (ONE) {
-        // q . k: the only token of the window is the one behind the history, of which lane 4 g has query 0.
-        pair_of_one = QUERY_SCALE * shuffle_from(pair_of_one, history % 8 * 4);
-    }
-
+    Coefficients coefficients;
+    coefficients.compute(scores, gates, pairs, history);
     const bool has_state = row.checkpoint_position > 0 || flush;
     float* stage = (float*)shared.area + warp * STAGED_SIZE;
-    float past_sum[ONE ? SHARES : 1][4] = {};  // a window of one token: of rows 16 m + g and + 8, q and k each
     StateQueries state_queries;
     state_queries.set(shared.half_queries);
-    // What turns products into outputs and predictions, of queries 2 t and 2 t + 1 of every eight.
-    float factor[QUERY_TILES][2];
-#pragma unroll
-    for (int i = 0; i < 2 * QUERY_TILES; i++) {
-        const int query = query_of(i / 2, 2 * t + i % 2);
-        factor[i / 2][i % 2] = (flush ? gates.window : gates.all)[query % MAX_WINDOW] * (query < MAX_WINDOW ? QUERY_SCALE : 1.f);
-    }
+    Sums sums;
+    sums.begin(flush ? gates.window : gates.all);
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
         float product[QUERY_TILES][4] = {}, exact[QUERY_TILES][4] = {};
         if (has_state) {
-            LaneScales scales;
-            scales.load(own_scales, m);
-            if constexpr (!NVFP4) readout_rows[0].load(lane_codes(own_rows), m);
-            multiply_readout(product, readout_rows[NVFP4 ? m : 0], scales, state_queries);
+            readout_rows.multiply(product, own_rows, own_scales, state_queries, m);
             if constexpr (U_FROM_CHECKPOINT) dot_checkpoint(exact, own_rows, m, shared.queries);
         }
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            if (!rows_exist(m, half)) continue;
-            float* staged = stage + (16 * m + 8 * half + g) * STAGE_STRIDE;
-            if constexpr (ONE) {
-                if (U_FROM_CHECKPOINT) product[0][2 * half + 1] = t == 0 ? exact[0][2 * half + 1] : 0.f;
-                *(float2*)(staged + 2 * t) = make_float2(product[0][2 * half], product[0][2 * half + 1]);
-            } else {
-                const float unit = READOUT_UNIT * e4m3_scale((unsigned char)scale_of_row[ONE ? 0 : 2 * m + half]);
-#pragma unroll
-                for (int n = 0; n < QUERY_TILES; n++)
-#pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        const int query = n * 8 + 2 * t + e;
-                        const bool from_checkpoint = U_FROM_CHECKPOINT && query >= MAX_WINDOW;
-                        const float state = from_checkpoint ? exact[n][2 * half + e] : product[n][2 * half + e] * unit;
-                        product[n][2 * half + e] = has_state ? state * factor[n][e] : 0.f;
-                    }
-            }
-        }
-#pragma unroll
-        for (int step = 0; step < TOKEN_STEPS; step++)
-            if constexpr (ONE) {
-                // Only the columns of the lanes that solve for these rows.
-                add_history(past_sum[ONE ? m / 4 : 0], own_u, coefficients[0][step].masked(g / 2 == m % 4), step, m);
-            } else {
-#pragma unroll
-                for (int n = 0; n < QUERY_TILES; n++) add_history(product[n], own_u, coefficients[n][step], step, m);
-            }
-        if constexpr (!ONE)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                if (!rows_exist(m, half)) continue;
-                float* staged = stage + (16 * m + 8 * half + g) * STAGE_STRIDE;
-#pragma unroll
-                for (int i = 0; i < 2 * QUERY_TILES; i++)
-                    if (i / 2 * 8 + 2 * t + i % 2 < QUERIES)
-                        staged[i / 2 * 8 + 2 * t + i % 2] = product[i / 2][2 * half + i % 2];
-            }
+        sums.add(stage, product, exact, readout_rows, has_state, own_u, coefficients, m);
     }
     sync_warp();
 
-    // u of a row's tokens one after the other, then their outputs. What tokens behind the window's end compute is never
-    // stored.
-    float strength[MAX_WINDOW];
-#pragma unroll
-    for (int w = 0; w < MAX_WINDOW; w++) strength[w] = gates.beta[w];
     u16* to_u = ring_u + (offset_of((int)slot_now, ring_u_stride) + u_column);
 #pragma unroll
     for (int share = 0; share < SHARES; share++) {
-        const int m = t + 4 * share;
+        const int first = first_of_pair(share);
+        const bool both = first + ROW_STEP < CTA_ROWS;
+        if (first >= CTA_ROWS) continue;
+        float outputs[2][MAX_WINDOW], u[2][MAX_WINDOW];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if (!rows_exist(m, half)) continue;
-            const int row_of_warp = 16 * m + 8 * half + g;
-            float outputs[MAX_WINDOW], u_new[MAX_WINDOW];
-            const float* staged = stage + row_of_warp * STAGE_STRIDE;
-            float predicted[MAX_WINDOW];
-            if constexpr (ONE) {
-                const float4 first = ((const float4*)staged)[0], second = ((const float4*)staged)[1];
-                const float row_factor = READOUT_UNIT * e4m3_scale((unsigned char)scale_of_row[2 * share + half]);
-                const float of_q = ((first.x + first.z) + (second.x + second.z)) * row_factor * factor[0][0];
-                const float of_k = ((first.y + first.w) + (second.y + second.w)) *
-                                   (U_FROM_CHECKPOINT ? factor[0][1] : row_factor * factor[0][1]);
-                outputs[0] = past_sum[ONE ? share : 0][2 * half] + (has_state ? of_q : 0.f);
-                predicted[0] = past_sum[ONE ? share : 0][2 * half + 1] + (has_state ? of_k : 0.f);
-            } else {
-#pragma unroll
-                for (int w = 0; w < MAX_WINDOW; w++) outputs[w] = staged[w], predicted[w] = staged[MAX_WINDOW + w];
-            }
+            float predicted[MAX_WINDOW], values[MAX_WINDOW];
+            sums.take(outputs[half], predicted, stage, first + half * ROW_STEP, readout_rows, has_state, share, half);
 #pragma unroll
             for (int w = 0; w < MAX_WINDOW; w++) {
-#pragma unroll
-                for (int j = 0; j < w; j++) {
-                    predicted[w] += pairs[(MAX_WINDOW + w) * WINDOW_ROWS + j] * u_new[j];
-                    outputs[w] += pairs[w * WINDOW_ROWS + j] * u_new[j];
-                }
-                u_new[w] = strength[w] * (activation_to_float(own_v[w * CTA_ROWS + row_of_warp]) - predicted[w]);
-                outputs[w] += (ONE ? pair_of_one : pairs[w * WINDOW_ROWS + w]) * u_new[w];
+                const u32 pair = load_pair(own_v + w * CTA_ROWS + first);
+                values[w] = half ? activation_high(pair) : activation_low(pair);
             }
+            solve(outputs[half], u[half], predicted, values, gates.beta, pairs, coefficients.pair);
+        }
 #pragma unroll
-            for (int w = 0; w < MAX_WINDOW; w++) {
-                if (w >= length) continue;
-                const u16 high = float_to_bf16(u_new[w]);
-                u16* at = to_u + (u32)(wrapped(first_new + w) * (HEADS * U_PLANES * ROWS) + row_of_warp);
-                at[0] = high;
-                if (U_PLANES == 2) at[(U_PLANES - 1) * ROWS] = float_to_bf16(u_new[w] - bits_to_float((u32)high << 16));
-                o[offset_of((int)start_now + w, HEADS * ROWS) + (own_row + row_of_warp)] = float_to_activation(outputs[w]);
-            }
+        for (int w = 0; w < MAX_WINDOW; w++) {
+            if (w >= length) continue;
+            u16* at = to_u + (u32)(wrapped(first_new + w) * (HEADS * U_PLANES * ROWS) + first);
+            const u32 high = pack_bf16(u[0][w], u[1][w]);
+            store_pair(at, high, both);
+            if (U_PLANES == 2)
+                store_pair(at + (U_PLANES - 1) * ROWS, pack_bf16(u[0][w] - bf16_low(high), u[1][w] - bf16_high(high)), both);
+            store_pair(o + (offset_of((int)start_now + w, HEADS * ROWS) + (own_row + first)),
+                       pack_activation(outputs[0][w], outputs[1][w]), both);
         }
     }
 }

@@ -328,6 +328,13 @@ DEVICE const T* computed(const T* pointer) {
     asm volatile("" : "+l"(pointer));
     return pointer;
 }
+// `pointer` and index * bytes further on, in one instruction.
+template <class T>
+DEVICE const T* advance(const T* pointer, u32 index, u32 bytes) {
+    const T* result;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(result) : "r"(index), "r"(bytes), "l"(pointer));
+    return result;
+}
 DEVICE void sync_threads() { __syncthreads(); }
 // The same for the `threads` threads that name `barrier` (1 to 15).
 DEVICE void sync_group(int barrier, int threads) {

@@ -396,6 +396,10 @@ DEVICE float shuffle_from(float value, int from) {
 }
 template <class T>
 DEVICE const T* computed(const T* pointer) { return pointer; }
+template <class T>
+DEVICE const T* advance(const T* pointer, u32 index, u32 bytes) {
+    return (const T*)((const char*)pointer + (u64)index * bytes);
+}
 DEVICE void sync_threads() { emulation::meet(emulation::block_meeting, emulation::threads); }
 DEVICE void sync_group(int barrier, int expected) { emulation::meet(emulation::group_meetings[barrier], expected); }
 DEVICE void sync_warp() { emulation::exchange("syncwarp", {0}, [](u32 (*)[6], int) { return 0; }); }

@@ -1,0 +1,272 @@
+// Pieces of gdn_readout.cu: the window's queries and gates, and what outputs take from the history's and the window's own
+// tokens. A warp has CTA_ROWS rows of a head; what its lanes share goes through shared memory.
+#pragma once
+#include "gdn_serial.cuh"
+#include "readout_flush.cuh"
+#include "readout_stage.cuh"
+
+// Queries of the state: q of every window token (outputs), then k of every window token (what the state predicts). A
+// window of one token has them alternate in a tile of eight.
+constexpr int QUERIES = 2 * MAX_WINDOW;
+constexpr bool ONE = MAX_WINDOW == 1;
+constexpr int QUERY_TILES = (QUERIES + 7) / 8;
+constexpr int SCORE_TILES = (QUERY_TILES + 1) / 2;
+// A lane solves for this many pairs of rows.
+constexpr int SHARES = (M_TILES + 3) / 4;
+
+// Whether there are rows 16 m + 8 half + g.
+DEVICE constexpr bool rows_exist(int m, int half) { return 2 * m + half < ROW_GROUPS; }
+
+// Query in column n of a tile; the last one where there is none.
+DEVICE int query_of(int tile, int n) {
+    const int query = tile * 8 + n;
+    return ONE ? n % 2 : query < QUERIES ? query : QUERIES - 1;
+}
+
+// What an output is scaled by, and a prediction is not.
+DEVICE float query_scale(int query) { return query < MAX_WINDOW ? QUERY_SCALE : 1.f; }
+
+// ------------------------------------------------------------------------------------------------------- queries
+
+// Queries are at most one long, so that 2^14 of them fits fp16 and keeps all bits that matter.
+constexpr float QUERY_UPSCALE = PLAIN_QUERIES ? 1.f : 16384.f;
+
+// One row of q or k, L2-normalised and rounded to the activation format, and the same in fp16 times QUERY_UPSCALE
+// (PLAIN_QUERIES: as it is); zeros where it does not exist. A warp works on it.
+DEVICE void normalize_row(activation_t* to, u16* half, const activation_t* from, bool exists) {
+    const int lane = threadIdx.x % 32;
+    constexpr int WORDS = COLUMNS / 2, COUNT = (WORDS + 31) / 32;
+    u32 words[COUNT];
+    float sum = 0.f;
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+        words[n] = exists && n * 32 + lane < WORDS ? ((const u32*)from)[n * 32 + lane] : 0u;
+        sum += activation_low(words[n]) * activation_low(words[n]) + activation_high(words[n]) * activation_high(words[n]);
+    }
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) sum += shuffle_xor(sum, mask);
+    const float scale = rsqrtf(sum + L2_NORM_EPS);
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+        if (n * 32 + lane >= WORDS) continue;
+        const u32 word = pack_activation(activation_low(words[n]) * scale, activation_high(words[n]) * scale);
+        ((u32*)to)[n * 32 + lane] = word;
+        ((u32*)half)[n * 32 + lane] =
+            PLAIN_QUERIES ? word : pack_fp16(activation_low(word) * QUERY_UPSCALE, activation_high(word) * QUERY_UPSCALE);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------- gates
+
+// Heads that a block may have parts of.
+constexpr int BLOCK_HEADS = WARPS % CTAS_PER_HEAD == 0 ? WARPS / CTAS_PER_HEAD
+                            : CTAS_PER_HEAD % WARPS == 0 ? 1
+                                                         : (WARPS + CTAS_PER_HEAD - 2) / CTAS_PER_HEAD + 1;
+
+// Of one head, in shared memory.
+struct Gates {
+    float past[TOKEN_ROWS];    // decay behind a history token, to the end of the history; zero beyond it
+    float prefix[MAX_WINDOW];  // log decay of the window up to a token
+    float window[MAX_WINDOW];  // its decay
+    float all[MAX_WINDOW];     // decay of the history and of the window up to a token
+    float beta[MAX_WINDOW];
+    float history;  // decay of the history
+
+    // Lane k passes the log decay g of history token k (zero beyond it), lane w that of window token w, and its raw beta.
+    // Every sum runs over its own terms: differences of one running sum would cancel.
+    DEVICE_MEMBER void scan(float g_past, float g_new, float raw_beta, int history) {
+        const int lane = threadIdx.x % 32;
+        float suffix = g_past, sum = g_new;
+#pragma unroll
+        for (int delta = 1; delta < MAX_HISTORY; delta *= 2) {
+            const float after = shuffle_down(suffix, delta);
+            if (lane + delta < 32) suffix += after;
+        }
+#pragma unroll
+        for (int delta = 1; delta < MAX_WINDOW; delta *= 2) {
+            const float before = shuffle_up(sum, delta);
+            if (lane >= delta) sum += before;
+        }
+        const float behind = shuffle_down(suffix, 1);
+        if (lane < TOKEN_ROWS) past[lane] = lane < history ? decay_of(lane < 31 ? behind : 0.f) : 0.f;
+        const float total = shuffle_from(suffix, 0);
+        if (lane < MAX_WINDOW) {
+            prefix[lane] = sum, window[lane] = decay_of(sum), all[lane] = decay_of(total + sum);
+            beta[lane] = sigmoid(raw_beta);
+        }
+        if (lane == 0) this->history = decay_of(total);
+    }
+};
+
+// --------------------------------------------------------------------------------------------------------- scores
+
+// Products of tokens and queries: tokens 16 step + g and + 8, queries 8 n + 2 t and + 1.
+struct Scores {
+    float value[TOKEN_STEPS][QUERY_TILES][4];
+
+    // keys: of the history, rows KEY_STRIDE apart; the queries lie `to_queries` elements further on in shared memory. The
+    // window's tokens follow the history; their k are among the queries.
+    DEVICE_MEMBER void compute(const activation_t* keys, int to_queries, int history) {
+        const int lane = threadIdx.x % 32;
+        int key[TOKEN_STEPS];
+#pragma unroll
+        for (int step = 0; step < TOKEN_STEPS; step++) {
+            const int token = 16 * step + lane % 16, own = token - history;
+            const int row = MAX_WINDOW + (own < MAX_WINDOW ? own : MAX_WINDOW - 1);
+            key[step] = (own < 0 ? token * KEY_STRIDE : to_queries + row * KEY_STRIDE) + lane / 16 * 8;
+        }
+        constexpr int CHAINS = QUERY_TILES * TOKEN_STEPS == 1 ? 2 : 1;  // even and odd steps
+        float sum[CHAINS][TOKEN_STEPS][QUERY_TILES][4] = {};
+#pragma unroll
+        for (int pair = 0; pair < PAIRS; pair++) {
+            u32 queries[QUERY_TILES][4];
+#pragma unroll
+            for (int n = 0; n < QUERY_TILES; n++)
+                load_matrix_x4(queries[n], keys + (to_queries + query_of(n, lane % 8) * KEY_STRIDE + lane / 8 * 8 + 32 * pair));
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+#pragma unroll
+                for (int step = 0; step < TOKEN_STEPS; step++) {
+                    u32 k[4];
+                    load_matrix_x4(k, keys + (key[step] + 32 * pair + 16 * i));
+#pragma unroll
+                    for (int n = 0; n < QUERY_TILES; n++)
+                        mma_16bit<ACTIVATION_FORMAT>(sum[i % CHAINS][step][n], k[0], k[1], k[2], k[3], queries[n][2 * i],
+                                                     queries[n][2 * i + 1]);
+                }
+        }
+#pragma unroll
+        for (int i = 0; i < TOKEN_STEPS * QUERY_TILES * 4; i++) {
+            const int step = i / (4 * QUERY_TILES), n = i / 4 % QUERY_TILES;
+            value[step][n][i % 4] =
+                CHAINS == 2 ? sum[0][step][n][i % 4] + sum[CHAINS - 1][step][n][i % 4] : sum[0][step][n][i % 4];
+        }
+    }
+};
+
+// ------------------------------------------------------------------------------------------------------- history
+
+constexpr int U_SIZE = U_PLANES * TOKEN_ROWS * OWN_STRIDE;  // u of a warp's rows: [plane][token][row]
+
+// Copies u of the history for the warp's rows; zeros beyond it. ring: of the slot, at the warp's first row.
+DEVICE void stage_u(u16* to, const u16* ring, int first_entry, int history) {
+    constexpr u32 CHUNKS = CTA_ROWS / 8, ROW_CHUNKS = U_PLANES * CHUNKS, ENTRY_BYTES = HEADS * U_PLANES * ROWS * 2;
+    const u32 lane = threadIdx.x % 32u;
+    const auto copy = [&](u16* at, const u16* from, u32 token) {
+        const u32 ahead = first_entry + token, around = ahead - RING_LEN;  // a huge number where it does not wrap
+        // Where the token is not valid nothing is read, wherever that may be.
+        copy_async_16(at, advance(from, ahead < around ? ahead : around, ENTRY_BYTES), (int)token < history);
+    };
+    if constexpr (32 % ROW_CHUNKS == 0) {
+        const u32 plane = lane / CHUNKS % U_PLANES, offset = lane % CHUNKS * 8, first = lane / ROW_CHUNKS;
+        u32 place = (plane * TOKEN_ROWS + first) * OWN_STRIDE + offset;
+        hold_until_here(place);
+        u16* at = to + place;
+#pragma unroll
+        for (u32 token = 0; token < TOKEN_ROWS; token += 32 / ROW_CHUNKS)
+            copy(at + token * OWN_STRIDE, ring + (plane * ROWS + offset), token + first);
+    } else {
+        for (u32 i = lane; i < TOKEN_ROWS * ROW_CHUNKS; i += 32) {
+            const u32 token = i / ROW_CHUNKS, plane = i / CHUNKS % U_PLANES, offset = i % CHUNKS * 8;
+            copy(to + ((plane * TOKEN_ROWS + token) * OWN_STRIDE + offset), ring + (plane * ROWS + offset), token);
+        }
+    }
+}
+
+// Asks for the sectors of a later row's history that the warp (u) and the block (k) that do the same part of it will copy.
+// Rings: of its slot, at the warp's first row and at the block's group.
+DEVICE void prefetch_history(int history, int first_entry, const u16* ring_u, const activation_t* ring_k, bool with_k) {
+    constexpr u32 SECTORS = (CTA_ROWS + 15) / 16, K_SECTORS = COLUMNS / 16;  // of 32 bytes
+    const u32 lane = threadIdx.x % 32u;
+#pragma unroll
+    for (u32 n = 0; n < (MAX_HISTORY * U_PLANES * SECTORS + 31) / 32; n++) {
+        const u32 i = n * 32 + lane, token = i / (U_PLANES * SECTORS);
+        if ((int)token < history)
+            prefetch_sector(ring_u + ((u32)(wrapped(first_entry + token) * U_PLANES * HEADS + i / SECTORS % U_PLANES) * ROWS +
+                                      i % SECTORS * 16));
+    }
+    if (with_k)
+#pragma unroll
+        for (u32 n = 0; n < (MAX_HISTORY * K_SECTORS + THREADS - 1) / THREADS; n++) {
+            const u32 i = n * THREADS + threadIdx.x, token = i / K_SECTORS;
+            if ((int)token < history)
+                prefetch_sector(ring_k + (u32)(wrapped(first_entry + token) * (GROUPS * COLUMNS)) + i % K_SECTORS * 16);
+        }
+}
+
+// Coefficients of u in 16 tokens for 8 queries, split into bf16 halves, as a second operand.
+struct SplitPairs {
+    u32 high[2], low[2];
+
+    // c: of tokens g and g + 8 for queries 2 t and 2 t + 1 each.
+    DEVICE_MEMBER void split(const float (&c)[4]) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u32 word = pack_bf16(c[2 * i], c[2 * i + 1]);
+            high[i] = transpose_matrix(word);
+            low[i] = transpose_matrix(pack_bf16(c[2 * i] - bf16_low(word), c[2 * i + 1] - bf16_high(word)));
+        }
+    }
+    // Nothing where `kept` is false.
+    DEVICE_MEMBER SplitPairs masked(bool kept) const {
+        SplitPairs all = *this;
+#pragma unroll
+        for (int i = 0; i < 2; i++) all.high[i] = kept ? high[i] : 0u, all.low[i] = kept ? low[i] : 0u;
+        return all;
+    }
+};
+
+// Coefficients of u for all queries: of the history's tokens for the matrix unit, of the window's own for the lanes that
+// solve, in `pairs` [query][WINDOW_ROWS]; `pair` is the one of a window of one token.
+struct Coefficients {
+    SplitPairs past[QUERY_TILES][TOKEN_STEPS];
+    float pair;
+
+    DEVICE_MEMBER void compute(const Scores& scores, const Gates& gates, float* pairs, int history) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        pair = 0.f;
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n++) {
+            int query[2];
+            float scale[2];
+#pragma unroll
+            for (int e = 0; e < 2; e++) query[e] = query_of(n, 2 * t + e), scale[e] = query_scale(query[e]);
+#pragma unroll
+            for (int step = 0; step < TOKEN_STEPS; step++) {
+                float c[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int token = 16 * step + i / 2 * 8 + g, j = token - history, e = i % 2;
+                    const float score = scores.value[step][n][i] * scale[e];
+                    c[i] = j < 0 ? gates.past[token] * gates.window[query[e] % MAX_WINDOW] * score : 0.f;
+                    // q . k: the only token of the window is the one behind the history.
+                    if (ONE && e == 0) pair += j == 0 ? score : 0.f;
+                    if (!ONE && n * 8 + 2 * t + e < QUERIES && j >= 0 && j < MAX_WINDOW)
+                        pairs[query[e] * WINDOW_ROWS + j] = own_decay(gates, query[e], j) * score;
+                }
+                past[n][step].split(c);
+            }
+        }
+        if constexpr (ONE) pair = shuffle_from(pair, history % 8 * 4);  // lane 4 g has query 0 of token g
+    }
+    // From window token j to the query's; zero if the query does not see it.
+    DEVICE_MEMBER static float own_decay(const Gates& gates, int query, int j) {
+        const int w = query % MAX_WINDOW;
+        if (j == w) return query < MAX_WINDOW ? 1.f : 0.f;
+        return j < w ? decay_of(gates.prefix[w] - gates.prefix[j]) : 0.f;
+    }
+};
+
+// sum += u of rows 16 m to 16 m + 15 in 16 tokens . coefficients; the low halves' product is below fp32's rounding.
+DEVICE void add_history(float (&sum)[4], const u16* u, const SplitPairs& c, int step, int m) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int plane = 0; plane < U_PLANES; plane++) {
+        u32 a[4];
+        load_matrix_x4_transposed(a, u + (plane * TOKEN_ROWS + 16 * step + lane % 8 + lane / 16 * 8) * OWN_STRIDE + 16 * m +
+                                         lane / 8 % 2 * 8);
+        mma_16bit<FORMAT_BF16>(sum, a[0], a[1], a[2], a[3], c.high[0], c.high[1]);
+        if (plane == 0) mma_16bit<FORMAT_BF16>(sum, a[0], a[1], a[2], a[3], c.low[0], c.low[1]);
+    }
+}
+
