@@ -72,7 +72,9 @@ DEVICE void prefill_tiles(float* stage, const Row& row, int block_row, activatio
 // The readout of a warp's rows on its way: codes in registers where they are few, the scales of blocks in shared memory.
 struct Readout {
     ReadoutRows rows[NVFP4 ? M_TILES : 1];
-    u32 row_scales[2 * (ONE ? SHARES : M_TILES)];  // of rows 8 i + g, or of those that the lane solves for
+    // Of the rows that the lane solves for; or of rows 8 n + g where n % 4 is t, for all lanes of the quad.
+    static constexpr int ROW_SCALES = ONE ? 2 * SHARES : (ROW_GROUPS + 3) / 4;
+    u32 row_scales[ROW_SCALES];
 
     DEVICE_MEMBER void load(const StateRows& from, unsigned char* block_scales) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -84,12 +86,18 @@ struct Readout {
                 copy_async_16(block_scales + i, from.block_scales + i, true);
         }
 #pragma unroll
-        for (int i = 0; i < 2 * (ONE ? SHARES : M_TILES); i++) {
-            const int of_warp = ONE ? 2 * (t + i / 2 * 4) + i % 2 : i;
-            row_scales[i] = !WIDE && of_warp < ROW_GROUPS ? from.row_scales[8 * of_warp + g] : 127u;
+        for (int i = 0; i < ROW_SCALES; i++) {
+            const int row_group = ONE ? 2 * (t + i / 2 * 4) + i % 2 : 4 * i + t;
+            row_scales[i] = !WIDE && row_group < ROW_GROUPS ? from.row_scales[8 * row_group + g] : 127u;
         }
     }
-    DEVICE_MEMBER float scale(int i) const { return READOUT_UNIT * e4m3_scale((unsigned char)row_scales[i]); }
+    // Of the i-th row that the lane solves for; or of its row of group i, for all lanes to call.
+    DEVICE_MEMBER float scale(int i) const {
+        const u32 bits = row_scales[(ONE ? i : i / 4) % ROW_SCALES];
+        const float all = bits_to_float(bits);
+        const u32 field = ONE ? bits : float_to_bits(shuffle_from(all, threadIdx.x % 32 / 4 * 4 + i % 4));
+        return READOUT_UNIT * e4m3_scale((unsigned char)field);
+    }
 
     // Products with all queries of rows 16 m + g and + 8.
     DEVICE_MEMBER void multiply(float (&product)[QUERY_TILES][4], const StateRows& from, const unsigned char* block_scales,
@@ -101,54 +109,78 @@ struct Readout {
     }
 };
 
-// What a warp adds up for its rows, on its way through shared memory to the lanes that solve: for a window of one token the
-// state's part, without scales, of every lane of a quad; otherwise all of it.
+// Products of the warp's rows of the state and all queries. For a window of one token they wait, without their rows' scales,
+// in shared memory for the lanes that solve.
+struct StateProducts {
+    float value[ONE ? 1 : M_TILES][QUERY_TILES][4];
+
+    // queries: as the ring has them, for products with the checkpoint.
+    DEVICE_MEMBER void compute(float* stage, Readout& readout, const StateRows& from, const unsigned char* block_scales,
+                               const StateQueries& state_queries, const activation_t* queries) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++) {
+            float product[QUERY_TILES][4], exact[QUERY_TILES][4];
+            readout.multiply(product, from, block_scales, state_queries, m);
+            if constexpr (U_FROM_CHECKPOINT) dot_checkpoint(exact, from, m, queries);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (!rows_exist(m, half)) continue;
+                if constexpr (ONE) {
+                    if (U_FROM_CHECKPOINT) product[0][2 * half + 1] = t == 0 ? exact[0][2 * half + 1] : 0.f;
+                    *(float2*)(stage + (16 * m + 8 * half + g) * STAGE_STRIDE + 2 * t) =
+                        make_float2(product[0][2 * half], product[0][2 * half + 1]);
+                } else {
+                    const float unit = readout.scale(ONE ? 0 : 2 * m + half);
+#pragma unroll
+                    for (int i = 0; i < 2 * QUERY_TILES; i++) {
+                        const int n = i / 2, e = i % 2;
+                        const bool from_checkpoint = U_FROM_CHECKPOINT && n * 8 + 2 * t + e >= MAX_WINDOW;
+                        value[ONE ? 0 : m][n][2 * half + e] =
+                            from_checkpoint ? exact[n][2 * half + e] : product[n][2 * half + e] * unit;
+                    }
+                }
+            }
+        }
+    }
+};
+
+// What the state and the history add up to, on its way to the lanes that solve.
 struct Sums {
     float past[ONE ? SHARES : 1][4];  // of one token: the history's part, for the lane's own rows: q and k of each
     float factor[QUERY_TILES][2];     // decays and scale of queries 2 t and 2 t + 1 of every eight
 
-    DEVICE_MEMBER void begin(const float (&decays)[MAX_WINDOW]) {
+    DEVICE_MEMBER void compute(float* stage, StateProducts& products, const float (&decays)[MAX_WINDOW], bool has_state,
+                               const u16* u, const Coefficients& c) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int i = 0; i < 4 * (ONE ? SHARES : 1); i++) past[i / 4][i % 4] = 0.f;
 #pragma unroll
         for (int i = 0; i < 2 * QUERY_TILES; i++) {
-            const int query = query_of(i / 2, 2 * ((int)threadIdx.x % 4) + i % 2);
+            const int query = query_of(i / 2, 2 * t + i % 2);
             factor[i / 2][i % 2] = decays[query % MAX_WINDOW] * query_scale(query);
         }
-    }
-    // exact: products with the checkpoint, which predictions take where U_FROM_CHECKPOINT.
-    DEVICE_MEMBER void add(float* stage, float (&product)[QUERY_TILES][4], const float (&exact)[QUERY_TILES][4],
-                           const Readout& readout, bool has_state, const u16* u, const Coefficients& c, int m) {
-        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        if constexpr (ONE) {
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                if (!rows_exist(m, half)) continue;
-                if (U_FROM_CHECKPOINT) product[0][2 * half + 1] = t == 0 ? exact[0][2 * half + 1] : 0.f;
-                *(float2*)(stage + (16 * m + 8 * half + g) * STAGE_STRIDE + 2 * t) =
-                    make_float2(product[0][2 * half], product[0][2 * half + 1]);
-            }
-            // Only the columns of the lanes that solve for these rows.
+        for (int m = 0; m < M_TILES; m++) {
+            if constexpr (ONE) {
+                // Only the columns of the lanes that solve for these rows.
 #pragma unroll
-            for (int step = 0; step < TOKEN_STEPS; step++)
-                add_history(past[ONE ? m / 4 : 0], u, c.past[0][step].masked(g / 2 == m % 4), step, m);
-        } else {
+                for (int step = 0; step < TOKEN_STEPS; step++)
+                    add_history(past[ONE ? m / 4 : 0], u, c.past[0][step].masked(g / 2 == m % 4), step, m);
+            } else {
+                float(&sum)[QUERY_TILES][4] = products.value[ONE ? 0 : m];
 #pragma unroll
-            for (int i = 0; i < 4 * QUERY_TILES; i++) {
-                const int n = i / 4, half = i / 2 % 2, e = i % 2;
-                const bool from_checkpoint = U_FROM_CHECKPOINT && n * 8 + 2 * t + e >= MAX_WINDOW;
-                const float unit = readout.scale(ONE ? 0 : 2 * m + half);
-                const float state = (from_checkpoint ? exact[n][i % 4] : product[n][i % 4] * unit) * factor[n][e];
-                product[n][i % 4] = has_state ? state : 0.f;
-            }
+                for (int i = 0; i < 4 * QUERY_TILES; i++)
+                    sum[i / 4][i % 4] = has_state ? sum[i / 4][i % 4] * factor[i / 4][i % 2] : 0.f;
 #pragma unroll
-            for (int i = 0; i < TOKEN_STEPS * QUERY_TILES; i++)
-                add_history(product[i % QUERY_TILES], u, c.past[i % QUERY_TILES][i / QUERY_TILES], i / QUERY_TILES, m);
+                for (int i = 0; i < TOKEN_STEPS * QUERY_TILES; i++)
+                    add_history(sum[i % QUERY_TILES], u, c.past[i % QUERY_TILES][i / QUERY_TILES], i / QUERY_TILES, m);
 #pragma unroll
-            for (int i = 0; i < 4 * QUERY_TILES; i++) {
-                const int query = i / 4 * 8 + 2 * t + i % 2, half = i / 2 % 2;
-                if (rows_exist(m, half) && query < QUERIES)
-                    stage[(16 * m + 8 * half + g) * STAGE_STRIDE + query] = product[i / 4][i % 4];
+                for (int i = 0; i < 4 * QUERY_TILES; i++) {
+                    const int query = i / 4 * 8 + 2 * t + i % 2, half = i / 2 % 2;
+                    if (rows_exist(m, half) && query < QUERIES)
+                        stage[(16 * m + 8 * half + g) * STAGE_STRIDE + query] = sum[i / 4][i % 4];
+                }
             }
         }
     }
@@ -204,7 +236,7 @@ gdn_readout(
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
     const u32 thread = threadIdx.x, first_index = blockIdx.x * WARPS, index = first_index + thread / 32;
-    const int tid = thread, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
+    const int tid = thread, lane = thread % 32, warp = thread / 32, t = lane % 4;
     const int first_part = first_index, part = index;
     const int head = index / CTAS_PER_HEAD, group = first_index / CTAS_PER_HEAD / HEADS_PER_GROUP;
     const int first_row = index % CTAS_PER_HEAD * CTA_ROWS, block_row = first_part * CTA_ROWS;
@@ -222,8 +254,8 @@ gdn_readout(
     const bool has_slot = slot >= 0 && slot < num_slots;
     const int position_now = has_slot ? position_in[offset_of(slot, position_stride) + first_part * CTA_TILES] : 0;
     unsigned char* own_scales = shared.block_scales + (NVFP4 ? warp * (CTA_ROWS * BLOCK_SCALE_BYTES) : 0);
-    Readout readout_rows;
-    readout_rows.load(STATE_ROWS(has_slot ? slot : 0).from(own_row), own_scales);
+    Readout own_readout;
+    own_readout.load(STATE_ROWS(has_slot ? slot : 0).from(own_row), own_scales);
     if (later_slot >= 0 && later_slot < num_slots && later_seq_len > 0)
         later_position = position_in[offset_of(later_slot, position_stride) + first_part * CTA_TILES];
     // The window's gates and queries, as far as there are any.
@@ -233,6 +265,7 @@ gdn_readout(
     for_window_chunks<CTA_ROWS, 32>(readable_length, lane, [&](int w, int offset) {
         copy_async_16(own_v + w * CTA_ROWS + offset, v + (offset_of(start + w, v_stride) + (own_row + offset)), true);
     });
+    copy_async_commit();
     // The last warps have the gates of a head each, while the first ones normalise queries.
     const int first_head = first_index / CTAS_PER_HEAD, gate_head = first_head + WARPS - 1 - warp;
     const bool has_gates = gate_head <= (int)(first_index + WARPS - 1) / CTAS_PER_HEAD;
@@ -299,6 +332,16 @@ gdn_readout(
         prefetch_history(later_seq_len - later_position, (u32)later_position % RING_LEN,
                          ring_u_in + (offset_of(later_slot, ring_u_stride) + u_column),
                          ring_k_in + (offset_of(later_slot, ring_k_stride) + k_column), first_of_group);
+    // The state's products need neither the history nor the gates, which are still on their way.
+    copy_async_commit();
+    copy_async_wait_but_last();
+    sync_threads();
+    StateQueries state_queries;
+    state_queries.set(shared.half_queries);
+    float* stage = (float*)shared.area + warp * STAGED_SIZE;
+    StateProducts products;
+    if (row.checkpoint_position > 0 && !flush)
+        products.compute(stage, own_readout, STATE_ROWS(slot).from(own_row), own_scales, state_queries, shared.queries);
     const int first_new = (u32)row.seq_len % RING_LEN;
     if (has_gates) {
         const float g_new = lane < length ? -expf(log_A) * softplus(activation_to_float(raw_a) + bias) : 0.f;
@@ -334,17 +377,18 @@ gdn_readout(
                   gates.history, first_row, ROUNDING_KEY(head, row.seq_len));
         sync_threads();
         // An empty history from here on, and the readout as it has been stored.
-        readout_rows.load(STATE_ROWS(slot).from(own_row), own_scales);
+        own_readout.load(STATE_ROWS(slot).from(own_row), own_scales);
         for (int i = lane; i < U_SIZE / 8; i += 32) ((uint4*)own_u)[i] = make_uint4(0, 0, 0, 0);
         history = 0;
         copy_async_wait();
         sync_warp();
+        state_queries.set(shared.half_queries);
+        products.compute(stage, own_readout, STATE_ROWS(slot).from(own_row), own_scales, state_queries, shared.queries);
     }
 
     // Computed again from these: addresses kept until here would cost registers.
     u32 slot_now = slot, start_now = start;
     hold_until_here(slot_now), hold_until_here(start_now);
-    const StateRows own_rows = STATE_ROWS((int)slot_now).from(own_row);
     // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
     if (first_of_group)
         for_window_chunks<COLUMNS, THREADS>(length, tid, [&](int w, int offset) {
@@ -361,20 +405,8 @@ gdn_readout(
     Coefficients coefficients;
     coefficients.compute(scores, gates, pairs, history);
     const bool has_state = row.checkpoint_position > 0 || flush;
-    float* stage = (float*)shared.area + warp * STAGED_SIZE;
-    StateQueries state_queries;
-    state_queries.set(shared.half_queries);
     Sums sums;
-    sums.begin(flush ? gates.window : gates.all);
-#pragma unroll
-    for (int m = 0; m < M_TILES; m++) {
-        float product[QUERY_TILES][4] = {}, exact[QUERY_TILES][4] = {};
-        if (has_state) {
-            readout_rows.multiply(product, own_rows, own_scales, state_queries, m);
-            if constexpr (U_FROM_CHECKPOINT) dot_checkpoint(exact, own_rows, m, shared.queries);
-        }
-        sums.add(stage, product, exact, readout_rows, has_state, own_u, coefficients, m);
-    }
+    sums.compute(stage, products, flush ? gates.window : gates.all, has_state, own_u, coefficients);
     sync_warp();
 
     u16* to_u = ring_u + (offset_of((int)slot_now, ring_u_stride) + u_column);
@@ -387,7 +419,7 @@ gdn_readout(
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float predicted[MAX_WINDOW], values[MAX_WINDOW];
-            sums.take(outputs[half], predicted, stage, first + half * ROW_STEP, readout_rows, has_state, share, half);
+            sums.take(outputs[half], predicted, stage, first + half * ROW_STEP, own_readout, has_state, share, half);
 #pragma unroll
             for (int w = 0; w < MAX_WINDOW; w++) {
                 const u32 pair = load_pair(own_v + w * CTA_ROWS + first);
