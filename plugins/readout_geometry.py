@@ -27,6 +27,16 @@ REGISTERS_WANTED = 128
 4: 152 us, 5: 162, 6: 170 (spilling in the flush); verify of 5 without a flush 105, 101, 99, with one 861, 885, 980.
 Architectures from 10.0 on, whose code would spill, get 160."""
 
+REGISTERS_OF_GDN_DECODE = 96
+"""The same, H200, qwen4b, by blocks of a multiprocessor: decode 4: 69.5 us, 5: 68.7, 6: 73.2; without a flush 47.2, 45.0,
+45.1."""
+
+MAX_ORDERED_ROWS = 1024
+"""Of kernels/row_order.cuh."""
+
+ORDERED_ROWS = 64
+"""Fewest rows of a call whose rows that may fold begin first: with less, all blocks run at once."""
+
 
 @cache
 def readout_config(
@@ -40,11 +50,13 @@ def readout_config(
     min_ctas: int | None = None,
     ahead_tile: bool = False,
     parts: int | None = None,
+    early_16ths: int | None = None,
+    ordered_rows: int | None = None,
 ) -> KernelConfig:
     """Decode and verify kernel of a layer whose outputs read a copy of the state.
 
     embedded: restrict shared memory to what a TensorRT plugin may use. cta_rows (of a part), parts (of a warp),
-    cta_warps, min_ctas, ahead_rows, ahead_tile: overrides, for measurements.
+    cta_warps, min_ctas, ahead_rows, ahead_tile, early_16ths, ordered_rows: overrides, for measurements and tests.
     """
     heads, rows, columns = geometry.state_shape
     kernel = f"{geometry.kind}_readout"
@@ -76,7 +88,9 @@ def readout_config(
     shared, threads = _shared_bytes(kernel, geometry, settings, count, warps, several), 32 * warps
     if min_ctas is None:
         # A quarter of a multiprocessor's registers serves a quarter of its warps.
-        per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * (REGISTERS_WANTED if arch < 100 else 160))
+        decode = geometry.kind == "gdn" and settings.max_window == 1 and settings.readout_dtype == "nvfp4"
+        registers = 160 if arch >= 100 else REGISTERS_OF_GDN_DECODE if decode and arch == 90 else REGISTERS_WANTED
+        per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * registers)
         fewest = wanted[3] or 4 * per_quarter // warps
         min_ctas = max(1, min(fewest, limits.shared_per_sm // (shared + 1024), 16))
     blocks = heads * (rows // count) // (warps * several)
@@ -106,8 +120,15 @@ def readout_config(
             "U_PLANES": settings.u_planes[0],
             "U_EXACT": 0,
             "U_FROM_CHECKPOINT": int(settings.u_source == "checkpoint"),
+            "EARLY_16THS": _early_16ths(settings) if early_16ths is None else early_16ths,
+            "ORDERED_ROWS": ordered_rows or ORDERED_ROWS,
         }
     return KernelConfig(kernel, tuple(sorted(defines.items())), blocks, threads, shared)
+
+
+def _early_16ths(settings: ReplaySettings) -> int:
+    """Share of a batch's rows whose folds may begin first: a quarter more than fold in a step if all tokens are accepted."""
+    return min(12, -(-20 * settings.max_window // settings.buffer_len))
 
 
 def _fits_half_a_warp(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings) -> bool:
@@ -152,6 +173,7 @@ def _shared_bytes(
     total += warps * cta_rows * scale_bytes if nvfp4 else 16
     total += _block_heads(rows // cta_rows, warps) * (tokens + 4 * window + 1) * 4
     total += warps * 2 * window * round_up(window, 8) * 4 if window > 1 else 4
+    total += MAX_ORDERED_ROWS // 8
     return round_up(total, 128)
 
 

@@ -5,7 +5,7 @@
 //
 // Stamped in: NUM_K_HEADS, NUM_V_HEADS, HEAD_K_DIM, HEAD_V_DIM, ROW_TILES, CTA_ROWS, CTA_WARPS, BUFFER_LEN, MAX_WINDOW,
 // STATE_FORMAT, STOCHASTIC, READOUT_FORMAT, ACTIVATION_FORMAT, U_PLANES, U_FROM_CHECKPOINT, BULK_COPY, MIN_CTAS,
-// AHEAD_ROWS, AHEAD_TILE, SHARED_BYTES.
+// EARLY_16THS, ORDERED_ROWS, SHARED_BYTES.
 #define HEADS NUM_V_HEADS
 #define GROUPS NUM_K_HEADS
 #define ROWS HEAD_V_DIM
@@ -14,6 +14,7 @@
 #define QUERY_SCALE rsqrtf((float)COLUMNS)
 #include "gdn_readout_rows.cuh"
 #include "readout_parts.cuh"
+#include "row_order.cuh"
 
 // Products of a row that lane 4 g + t passes on to the lane that solves for it: its own q and k, or all queries.
 constexpr int STAGE_STRIDE = ONE ? 8 : QUERIES + 1;
@@ -30,6 +31,7 @@ struct Shared {
     alignas(16) activation_t v[WARPS * MAX_WINDOW * CTA_ROWS];
     alignas(16) unsigned char block_scales[NVFP4 ? WARPS * CTA_ROWS * BLOCK_SCALE_BYTES : 16];
     Gates gates[BLOCK_HEADS];
+    u32 early_rows[MAX_ORDERED_ROWS / 32];
     float pairs[ONE ? 1 : WARPS * QUERIES * WINDOW_ROWS];  // coefficients of the window's u
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
@@ -244,50 +246,59 @@ gdn_readout(
     const int u_column = head * U_PLANES * ROWS + first_row, tile_index = part * CTA_TILES;
     const bool first_of_group = first_index % (CTAS_PER_HEAD * HEADS_PER_GROUP) == 0;
 
-    // All that is known before the slot, then all that the slot tells: nothing here waits for more than the row's slot.
-    const int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
-    const int start = window_starts[blockIdx.y], window_length = window_lens[blockIdx.y];
-    // The block that does the same part of a row AHEAD_ROWS further on will find its history in the second-level cache.
-    const u32 later_row = blockIdx.y + AHEAD_ROWS;
-    int later_slot = -1, later_seq_len = 0, later_position = 0;
-    if (AHEAD_ROWS && later_row < gridDim.y) later_slot = state_batch_indices[later_row], later_seq_len = seq_lens[later_row];
-    const bool has_slot = slot >= 0 && slot < num_slots;
-    const int position_now = has_slot ? position_in[offset_of(slot, position_stride) + first_part * CTA_TILES] : 0;
-    unsigned char* own_scales = shared.block_scales + (NVFP4 ? warp * (CTA_ROWS * BLOCK_SCALE_BYTES) : 0);
-    Readout own_readout;
-    own_readout.load(STATE_ROWS(has_slot ? slot : 0).from(own_row), own_scales);
-    if (later_slot >= 0 && later_slot < num_slots && later_seq_len > 0)
-        later_position = position_in[offset_of(later_slot, position_stride) + first_part * CTA_TILES];
-    // The window's gates and queries, as far as there are any.
-    const bool readable = start >= 0 && window_length >= 0 && (long long)start + window_length <= num_tokens;
-    const int readable_length = !readable ? 0 : window_length < MAX_WINDOW ? window_length : MAX_WINDOW;
-    activation_t* own_v = shared.v + warp * (MAX_WINDOW * CTA_ROWS);
-    for_window_chunks<CTA_ROWS, 32>(readable_length, lane, [&](int w, int offset) {
-        copy_async_16(own_v + w * CTA_ROWS + offset, v + (offset_of(start + w, v_stride) + (own_row + offset)), true);
-    });
-    copy_async_commit();
-    // The last warps have the gates of a head each, while the first ones normalise queries.
     const int first_head = first_index / CTAS_PER_HEAD, gate_head = first_head + WARPS - 1 - warp;
+    // The last warps have the gates of a head each, while the first ones normalise queries.
     const bool has_gates = gate_head <= (int)(first_index + WARPS - 1) / CTAS_PER_HEAD;
-    u32 raw_a = 0, raw_b = 0;
-    float log_A = 0.f, bias = 0.f;
-    if (has_gates) {
-        log_A = A_log[gate_head], bias = dt_bias[gate_head];
-        if (lane < readable_length) {
-            raw_a = a[offset_of(start + lane, a_stride) + gate_head];
-            raw_b = b[offset_of(start + lane, b_stride) + gate_head];
-        }
-    }
+    unsigned char* own_scales = shared.block_scales + (NVFP4 ? warp * (CTA_ROWS * BLOCK_SCALE_BYTES) : 0);
+    activation_t* own_v = shared.v + warp * (MAX_WINDOW * CTA_ROWS);
+    const auto position_of = [&](int of_slot) {
+        return position_in[offset_of(of_slot, position_stride) + first_part * CTA_TILES];
+    };
+    const auto ordered_row = [&] {
+        return row_at(blockIdx.y, shared.early_rows, [&](u32 row) {
+            const int slot = state_batch_indices[row], seq_len = seq_lens[row];
+            return slot >= 0 && slot < num_slots && may_fold(seq_len, position_of(slot), window_lens[row]);
+        });
+    };
+    u32 batch_row = blockIdx.y;
+    bool is_placed = !rows_are_ordered();
+    if (!is_placed && batch_row < early_places()) batch_row = ordered_row(), is_placed = true;
+    Readout own_readout;
+    Row row;
+    for (;;) {
+        // All that is known before the slot, then all that the slot tells: nothing here waits for more than the slot.
+        const int slot = state_batch_indices[batch_row], seq_len = seq_lens[batch_row];
+        const int start = window_starts[batch_row], window_length = window_lens[batch_row];
+        const bool has_slot = slot >= 0 && slot < num_slots;
+        const int position_now = has_slot ? position_of(slot) : 0;
+        own_readout.load(STATE_ROWS(has_slot ? slot : 0).from(own_row), own_scales);
+        // The window's v and queries, as far as there are any.
+        const bool readable = start >= 0 && window_length >= 0 && (long long)start + window_length <= num_tokens;
+        const int readable_length = !readable ? 0 : window_length < MAX_WINDOW ? window_length : MAX_WINDOW;
+        for_window_chunks<CTA_ROWS, 32>(readable_length, lane, [&](int w, int offset) {
+            copy_async_16(own_v + w * CTA_ROWS + offset, v + (offset_of(start + w, v_stride) + (own_row + offset)), true);
+        });
+        copy_async_commit();
 #pragma unroll
-    for (int i = 0; i < (QUERIES + WARPS - 1) / WARPS; i++) {
-        const int n = i * WARPS + warp, w = n % MAX_WINDOW;
-        if (QUERIES % WARPS && n >= QUERIES) break;
-        const activation_t* from = n < MAX_WINDOW ? q + offset_of(start + w, q_stride) : k + offset_of(start + w, k_stride);
-        normalize_row(shared.queries + n * KEY_STRIDE, shared.half_queries + n * KEY_STRIDE, from + k_column,
-                      w < readable_length);
+        for (int i = 0; i < (QUERIES + WARPS - 1) / WARPS; i++) {
+            const int n = i * WARPS + warp, w = n % MAX_WINDOW;
+            if (QUERIES % WARPS && n >= QUERIES) break;
+            const activation_t* from =
+                n < MAX_WINDOW ? q + offset_of(start + w, q_stride) : k + offset_of(start + w, k_stride);
+            normalize_row(shared.queries + n * KEY_STRIDE, shared.half_queries + n * KEY_STRIDE, from + k_column,
+                          w < readable_length);
+        }
+        row = make_row(slot, seq_len, start, window_length, position_now, num_tokens, num_slots, max_seq_len, MAX_HISTORY);
+        if (is_placed || !has_slot || !may_fold(seq_len, position_now, window_length)) break;
+        // This row has gone to the front, and another one has come here.
+        copy_async_wait();
+        sync_threads();
+        const u32 other = ordered_row();
+        is_placed = true;
+        if (other == batch_row) break;
+        batch_row = other;
     }
-    const Row row = make_row(slot, seq_len, start, window_length, position_now, num_tokens, num_slots, max_seq_len,
-                             MAX_HISTORY);
+    int slot = row.slot, start = row.start, seq_len = row.seq_len, length = row.length;
     if (!row.active || row.length > MAX_WINDOW) copy_async_wait();
     if (!row.active) {
         if (row.error && tid == 0) atomic_or(error_flag, row.error);
@@ -315,23 +326,24 @@ gdn_readout(
         return;
     }
 
-    const int length = row.length;
-    int history = row.seq_len - row.checkpoint_position;
+    int history = seq_len - row.checkpoint_position;
     const bool flush = history > 0 && history + length > BUFFER_LEN;
     const int first_entry = (u32)row.checkpoint_position % RING_LEN;
     u16* own_u = shared.u + warp * U_SIZE;
     stage_u(own_u, ring_u_in + (offset_of(slot, ring_u_stride) + u_column), first_entry, history);
-    float g_past = 0.f;
+    float g_past = 0.f, log_A = 0.f, bias = 0.f;
+    u32 raw_a = 0, raw_b = 0;
+    if (has_gates) log_A = A_log[gate_head], bias = dt_bias[gate_head];
+    if (has_gates && lane < length) {
+        raw_a = a[offset_of(start + lane, a_stride) + gate_head];
+        raw_b = b[offset_of(start + lane, b_stride) + gate_head];
+    }
     if (has_gates && lane < history)
         g_past = ring_g_in[offset_of(slot, ring_g_stride) + (wrapped(first_entry + lane) * HEADS + gate_head)];
     stage_history<COLUMNS, KEY_STRIDE, GROUPS * COLUMNS, THREADS>(
         shared.k, ring_k_in + (offset_of(slot, ring_k_stride) + k_column), first_entry, history, history, tid);
     if (flush && row.checkpoint_position > 0 && lane == 0)
         prefetch(STATE_ROWS(slot).checkpoint + own_row * COLUMNS, CTA_ROWS * COLUMNS * sizeof(state_t));
-    if (AHEAD_ROWS && later_position > 0 && later_seq_len - later_position <= MAX_HISTORY)
-        prefetch_history(later_seq_len - later_position, (u32)later_position % RING_LEN,
-                         ring_u_in + (offset_of(later_slot, ring_u_stride) + u_column),
-                         ring_k_in + (offset_of(later_slot, ring_k_stride) + k_column), first_of_group);
     // The state's products need neither the history nor the gates, which are still on their way.
     copy_async_commit();
     copy_async_wait_but_last();
@@ -342,11 +354,14 @@ gdn_readout(
     StateProducts products;
     if (row.checkpoint_position > 0 && !flush)
         products.compute(stage, own_readout, STATE_ROWS(slot).from(own_row), own_scales, state_queries, shared.queries);
-    const int first_new = (u32)row.seq_len % RING_LEN;
     if (has_gates) {
-        const float g_new = lane < length ? -expf(log_A) * softplus(activation_to_float(raw_a) + bias) : 0.f;
-        shared.gates[gate_head - first_head].scan(g_past, g_new, activation_to_float(raw_b), history);
-        if (gate_head * CTAS_PER_HEAD >= first_part && lane < length)
+        const int first_new = (u32)seq_len % RING_LEN;
+        // Held back, or else comparisons with them are kept in registers from further up.
+        u32 history_now = history, length_now = length;
+        hold_until_here(history_now), hold_until_here(length_now);
+        const float g_new = lane < (int)length_now ? -expf(log_A) * softplus(activation_to_float(raw_a) + bias) : 0.f;
+        shared.gates[gate_head - first_head].scan(g_past, g_new, activation_to_float(raw_b), (int)history_now);
+        if (gate_head * CTAS_PER_HEAD >= first_part && lane < (int)length_now)
             ring_g[offset_of(slot, ring_g_stride) + (wrapped(first_new + lane) * HEADS + gate_head)] = g_new;
     }
     copy_async_wait();
@@ -356,9 +371,6 @@ gdn_readout(
     if (flush) {
         build_fold_keys((uint4*)shared.area, shared.k);
         sync_threads();
-        float weights[4 * TOKEN_STEPS];  // of tokens 8 (i / 2) + 2 t + i % 2
-#pragma unroll
-        for (int i = 0; i < 4 * TOKEN_STEPS; i++) weights[i] = gates.past[i / 2 * 8 + 2 * t + i % 2];
         const auto own_values = [&](int group, int step, float(&values)[4]) {
             u32 words[U_PLANES][2];
 #pragma unroll
@@ -370,13 +382,14 @@ gdn_readout(
                 values[i] = i % 2 ? bf16_high(words[0][i / 2]) : bf16_low(words[0][i / 2]);
                 if (U_PLANES == 2)
                     values[i] += i % 2 ? bf16_high(words[U_PLANES - 1][i / 2]) : bf16_low(words[U_PLANES - 1][i / 2]);
-                values[i] *= weights[4 * step + i];
+                values[i] *= gates.past[16 * step + i / 2 * 8 + 2 * t + i % 2];
             }
         };
         fold_rows(own_values, (const uint4*)shared.area, STATE_ROWS(slot).from(own_row), row.checkpoint_position > 0,
                   gates.history, first_row, ROUNDING_KEY(head, row.seq_len));
         sync_threads();
         // An empty history from here on, and the readout as it has been stored.
+        slot = state_batch_indices[batch_row];
         own_readout.load(STATE_ROWS(slot).from(own_row), own_scales);
         for (int i = lane; i < U_SIZE / 8; i += 32) ((uint4*)own_u)[i] = make_uint4(0, 0, 0, 0);
         history = 0;
@@ -386,9 +399,15 @@ gdn_readout(
         products.compute(stage, own_readout, STATE_ROWS(slot).from(own_row), own_scales, state_queries, shared.queries);
     }
 
-    // Computed again from these: addresses kept until here would cost registers.
-    u32 slot_now = slot, start_now = start;
-    hold_until_here(slot_now), hold_until_here(start_now);
+    if (!ONE || flush) {
+        // Kept until here all that would cost registers.
+        slot = state_batch_indices[batch_row], seq_len = seq_lens[batch_row];
+        start = window_starts[batch_row], length = window_lens[batch_row];
+    }
+    u32 slot_now = slot, start_now = start, thread_now = threadIdx.x;
+    hold_until_here(slot_now), hold_until_here(start_now), hold_until_here(thread_now);
+    const u32 index_now = blockIdx.x * WARPS + thread_now / 32;
+    const int first_new = (u32)seq_len % RING_LEN;
     // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
     if (first_of_group)
         for_window_chunks<COLUMNS, THREADS>(length, tid, [&](int w, int offset) {
@@ -396,8 +415,8 @@ gdn_readout(
                                 (wrapped(first_new + w) * (GROUPS * COLUMNS) + k_column + offset))) =
                 *(const uint4*)(shared.queries + (MAX_WINDOW + w) * KEY_STRIDE + offset);
         });
-    if ((flush || row.seq_len == 0) && lane < CTA_TILES)
-        position[offset_of((int)slot_now, position_stride) + tile_index + lane] = row.seq_len;
+    if ((flush || seq_len == 0) && lane < CTA_TILES)
+        position[offset_of((int)slot_now, position_stride) + index_now * CTA_TILES + lane] = seq_len;
 
     Scores scores;
     scores.compute(shared.k, (int)(shared.queries - shared.k), history);
@@ -409,7 +428,8 @@ gdn_readout(
     sums.compute(stage, products, flush ? gates.window : gates.all, has_state, own_u, coefficients);
     sync_warp();
 
-    u16* to_u = ring_u + (offset_of((int)slot_now, ring_u_stride) + u_column);
+    u16* to_u = ring_u + (offset_of((int)slot_now, ring_u_stride) +
+                          (index_now / CTAS_PER_HEAD * (U_PLANES * ROWS) + index_now % CTAS_PER_HEAD * CTA_ROWS));
 #pragma unroll
     for (int share = 0; share < SHARES; share++) {
         const int first = first_of_pair(share);
@@ -435,7 +455,7 @@ gdn_readout(
             store_pair(at, high, both);
             if (U_PLANES == 2)
                 store_pair(at + (U_PLANES - 1) * ROWS, pack_bf16(u[0][w] - bf16_low(high), u[1][w] - bf16_high(high)), both);
-            store_pair(o + (offset_of((int)start_now + w, HEADS * ROWS) + (own_row + first)),
+            store_pair(o + (offset_of((int)start_now + w, HEADS * ROWS) + (index_now * CTA_ROWS + first)),
                        pack_activation(outputs[0][w], outputs[1][w]), both);
         }
     }

@@ -173,27 +173,6 @@ DEVICE void stage_u(u16* to, const u16* ring, int first_entry, int history) {
     }
 }
 
-// Asks for the sectors of a later row's history that the warp (u) and the block (k) that do the same part of it will copy.
-// Rings: of its slot, at the warp's first row and at the block's group.
-DEVICE void prefetch_history(int history, int first_entry, const u16* ring_u, const activation_t* ring_k, bool with_k) {
-    constexpr u32 SECTORS = (CTA_ROWS + 15) / 16, K_SECTORS = COLUMNS / 16;  // of 32 bytes
-    const u32 lane = threadIdx.x % 32u;
-#pragma unroll
-    for (u32 n = 0; n < (MAX_HISTORY * U_PLANES * SECTORS + 31) / 32; n++) {
-        const u32 i = n * 32 + lane, token = i / (U_PLANES * SECTORS);
-        if ((int)token < history)
-            prefetch_sector(ring_u + ((u32)(wrapped(first_entry + token) * U_PLANES * HEADS + i / SECTORS % U_PLANES) * ROWS +
-                                      i % SECTORS * 16));
-    }
-    if (with_k)
-#pragma unroll
-        for (u32 n = 0; n < (MAX_HISTORY * K_SECTORS + THREADS - 1) / THREADS; n++) {
-            const u32 i = n * THREADS + threadIdx.x, token = i / K_SECTORS;
-            if ((int)token < history)
-                prefetch_sector(ring_k + (u32)(wrapped(first_entry + token) * (GROUPS * COLUMNS)) + i % K_SECTORS * 16);
-        }
-}
-
 // Coefficients of u in 16 tokens for 8 queries, split into bf16 halves, as a second operand.
 struct SplitPairs {
     u32 high[2], low[2];

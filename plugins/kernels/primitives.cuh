@@ -316,6 +316,11 @@ DEVICE float short_reciprocal(float value) {
 // Largest of the lanes' values, in every lane.
 DEVICE u32 reduce_max(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
 
+// A bit of every lane, in every lane; bits of a word that are set; the lowest of them.
+DEVICE u32 ballot(bool value) { return __ballot_sync(0xffffffffu, value); }
+DEVICE int count_bits(u32 word) { return __popc(word); }
+DEVICE u32 lowest_bit(u32 word) { return (u32)__ffs((int)word) - 1u; }
+
 DEVICE float shuffle_up(float value, int delta) { return __shfl_up_sync(0xffffffffu, value, delta); }
 DEVICE float shuffle_down(float value, int delta) { return __shfl_down_sync(0xffffffffu, value, delta); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }

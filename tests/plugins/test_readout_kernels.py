@@ -67,6 +67,13 @@ class EmulatedParts(Emulated):
         return readout_config(state.geometry, state.settings, self.arch, parts=2, ahead_rows=1, ahead_tile=True)
 
 
+class EmulatedOrder(Emulated):
+    """Rows that may fold begin first, in as few places as leave some behind."""
+
+    def _window_config(self, state):
+        return readout_config(state.geometry, state.settings, self.arch, early_16ths=6, ordered_rows=1)
+
+
 def make(case: str, seed: int = 0) -> tuple[Steps, Emulated]:
     geometry, settings, arch = CASES[case]
     kernels = EmulatedParts(arch) if "parts" in case else Emulated(arch)
@@ -104,6 +111,20 @@ def test_repeated_step_is_bit_equal(case: str) -> None:
         for name, tensor in state.tensors.items():
             assert torch.equal(tensor.view(torch.uint8), kept[name].view(torch.uint8)), name
     assert flushes
+
+
+def test_rows_that_may_fold_begin_first() -> None:
+    """Exchanged rows are each worked on once, and with the same result: 33 rows need a second word of bits."""
+    geometry = GdnGeometry(1, 1, 32, 8)
+    settings = ReplaySettings(buffer_len=4, max_window=2, state_dtype="float16", readout_dtype="nvfp4", **STOCHASTIC)
+    results = []
+    for kernels in (Emulated(90), EmulatedOrder(90)):
+        steps = Steps(geometry, settings, slots=40, rows=37, seed=7)
+        state = steps.pool()
+        outputs = [steps.run(kernels, state, steps.next_call()) for _ in range(8)]
+        results.append([*outputs, *(tensor.view(torch.uint8) for tensor in state.tensors.values())])
+    for plain, ordered in zip(*results, strict=True):
+        assert torch.equal(plain, ordered)
 
 
 def test_rejected_tokens_leave_no_trace() -> None:

@@ -373,6 +373,15 @@ DEVICE u32 reduce_max(u32 value) {
     });
 }
 
+DEVICE u32 ballot(bool value) {
+    return emulation::exchange("ballot", {value}, [](u32 (*in)[6], int) {
+        u32 word = 0;
+        for (int i = 0; i < 32; i++) word |= in[i][0] << i;
+        return word;
+    });
+}
+DEVICE int count_bits(u32 word) { return __builtin_popcount(word); }
+DEVICE u32 lowest_bit(u32 word) { return (u32)__builtin_ffs((int)word) - 1u; }
 DEVICE float shuffle_up(float value, int delta) {
     return emulation::exchange("shfl", {float_to_bits(value)}, [=](u32 (*in)[6], int lane) {
         return bits_to_float(in[lane >= delta ? lane - delta : lane][0]);
