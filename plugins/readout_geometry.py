@@ -28,8 +28,8 @@ REGISTERS_WANTED = 128
 Architectures from 10.0 on, whose code would spill, get 160."""
 
 REGISTERS_OF_GDN_DECODE = 96
-"""The same, H200, qwen4b, by blocks of a multiprocessor: decode 4: 69.5 us, 5: 68.7, 6: 73.2; without a flush 47.2, 45.0,
-45.1."""
+"""The same, H200, qwen4b, by blocks of a multiprocessor: decode 4: 69.5 us, 5: 68.7, 6: 73.2 (spilling in the flush);
+without a flush 47.2, 45.0, 45.1."""
 
 MAX_ORDERED_ROWS = 1024
 """Of kernels/row_order.cuh."""
@@ -127,7 +127,7 @@ def readout_config(
 
 
 def _early_16ths(settings: ReplaySettings) -> int:
-    """Share of a batch's rows whose folds may begin first: a quarter more than fold in a step if all tokens are accepted."""
+    """Share of a batch's rows whose folds may begin first: a quarter more than fold in a step that accepts all tokens."""
     return min(12, -(-20 * settings.max_window // settings.buffer_len))
 
 
