@@ -127,7 +127,7 @@ def readout_config(
 
 
 def _early_16ths(settings: ReplaySettings) -> int:
-    """Share of a batch's rows whose folds may begin first: a quarter more than fold in a step that accepts all tokens."""
+    """Share of a batch's rows whose folds may begin first: a quarter more than fold when all tokens are accepted."""
     return min(12, -(-20 * settings.max_window // settings.buffer_len))
 
 
