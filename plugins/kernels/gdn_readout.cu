@@ -5,20 +5,17 @@
 //
 // Stamped in: NUM_K_HEADS, NUM_V_HEADS, HEAD_K_DIM, HEAD_V_DIM, ROW_TILES, CTA_ROWS, CTA_WARPS, BUFFER_LEN, MAX_WINDOW,
 // STATE_FORMAT, STOCHASTIC, READOUT_FORMAT, ACTIVATION_FORMAT, U_PLANES, U_FROM_CHECKPOINT, BULK_COPY, MIN_CTAS,
-// EARLY_16THS, ORDERED_ROWS, SHARED_BYTES.
+// EARLY_16THS, ORDERED_ROWS, AHEAD_ROWS, AHEAD_TILE, SHARED_BYTES.
 #define HEADS NUM_V_HEADS
 #define GROUPS NUM_K_HEADS
 #define ROWS HEAD_V_DIM
 #define COLUMNS HEAD_K_DIM
 // head_k_dim^-1/2, applied to q in fp32.
 #define QUERY_SCALE rsqrtf((float)COLUMNS)
-#include "gdn_readout_rows.cuh"
+#include "gdn_readout_solve.cuh"
 #include "readout_parts.cuh"
 #include "row_order.cuh"
 
-// Products of a row that lane 4 g + t passes on to the lane that solves for it: its own q and k, or all queries.
-constexpr int STAGE_STRIDE = ONE ? 8 : QUERIES + 1;
-constexpr int STAGED_SIZE = 8 * 2 * M_TILES * STAGE_STRIDE;  // of a warp
 constexpr int AREA_SIZE = round_up(larger(WARPS * STAGED_SIZE * 4, FOLD_KEYS_SIZE), 16);
 
 struct Shared {
@@ -36,22 +33,6 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
 
-// Two rows of the warp that one lane solves for: neighbours or, for a window of one token, those whose sums the lane has.
-constexpr int ROW_STEP = ONE ? 8 : 1;
-DEVICE int first_of_pair(int share) {
-    const int lane = threadIdx.x % 32;
-    return ONE ? 16 * (lane % 4 + 4 * share) + lane / 4 : 64 * share + 2 * lane;
-}
-DEVICE u32 load_pair(const u16* at) { return ONE ? at[0] | (u32)at[ROW_STEP] << 16 : *(const u32*)at; }
-DEVICE void store_pair(u16* at, u32 word, bool both) {
-    if constexpr (ONE) {
-        at[0] = (u16)word;
-        if (both) at[ROW_STEP] = (u16)(word >> 16);
-    } else {
-        *(u32*)at = word;
-    }
-}
-
 // Folds a prefill row token by token, tile by tile, all warps on each. inputs(tile's first row among all heads', its head)
 // and rows(the same row) say where, key(head) how to round.
 template <class Inputs, class Rows, class Key>
@@ -68,154 +49,6 @@ DEVICE void prefill_tiles(float* stage, const Row& row, int block_row, activatio
         sync_threads();
         store_staged_tile(stage, tile_rows, first % ROWS, key(head));
         sync_threads();
-    }
-}
-
-// The readout of a warp's rows on its way: codes in registers where they are few, the scales of blocks in shared memory.
-struct Readout {
-    ReadoutRows rows[NVFP4 ? M_TILES : 1];
-    // Of the rows that the lane solves for; or of rows 8 n + g where n % 4 is t, for all lanes of the quad.
-    static constexpr int ROW_SCALES = ONE ? 2 * SHARES : (ROW_GROUPS + 3) / 4;
-    u32 row_scales[ROW_SCALES];
-
-    DEVICE_MEMBER void load(const StateRows& from, unsigned char* block_scales) {
-        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        if constexpr (NVFP4) {
-            const unsigned char* codes = lane_codes(from);
-#pragma unroll
-            for (int m = 0; m < M_TILES; m++) rows[m].load(codes, m);
-            for (int i = lane * 16; i < CTA_ROWS * BLOCK_SCALE_BYTES; i += 512)
-                copy_async_16(block_scales + i, from.block_scales + i, true);
-        }
-#pragma unroll
-        for (int i = 0; i < ROW_SCALES; i++) {
-            const int row_group = ONE ? 2 * (t + i / 2 * 4) + i % 2 : 4 * i + t;
-            row_scales[i] = !WIDE && row_group < ROW_GROUPS ? from.row_scales[8 * row_group + g] : 127u;
-        }
-    }
-    // Of the i-th row that the lane solves for; or of its row of group i, for all lanes to call.
-    DEVICE_MEMBER float scale(int i) const {
-        const u32 bits = row_scales[(ONE ? i : i / 4) % ROW_SCALES];
-        const float all = bits_to_float(bits);
-        const u32 field = ONE ? bits : float_to_bits(shuffle_from(all, threadIdx.x % 32 / 4 * 4 + i % 4));
-        return READOUT_UNIT * e4m3_scale((unsigned char)field);
-    }
-
-    // Products with all queries of rows 16 m + g and + 8.
-    DEVICE_MEMBER void multiply(float (&product)[QUERY_TILES][4], const StateRows& from, const unsigned char* block_scales,
-                                const StateQueries& queries, int m) {
-        LaneScales scales;
-        scales.load(block_scales, m);
-        if constexpr (!NVFP4) rows[0].load(lane_codes(from), m);
-        multiply_readout(product, rows[NVFP4 ? m : 0], scales, queries);
-    }
-};
-
-// Products of the warp's rows of the state and all queries. For a window of one token they wait, without their rows' scales,
-// in shared memory for the lanes that solve.
-struct StateProducts {
-    float value[ONE ? 1 : M_TILES][QUERY_TILES][4];
-
-    // queries: as the ring has them, for products with the checkpoint.
-    DEVICE_MEMBER void compute(float* stage, Readout& readout, const StateRows& from, const unsigned char* block_scales,
-                               const StateQueries& state_queries, const activation_t* queries) {
-        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-        for (int m = 0; m < M_TILES; m++) {
-            float product[QUERY_TILES][4], exact[QUERY_TILES][4];
-            readout.multiply(product, from, block_scales, state_queries, m);
-            if constexpr (U_FROM_CHECKPOINT) dot_checkpoint(exact, from, m, queries);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                if (!rows_exist(m, half)) continue;
-                if constexpr (ONE) {
-                    if (U_FROM_CHECKPOINT) product[0][2 * half + 1] = t == 0 ? exact[0][2 * half + 1] : 0.f;
-                    *(float2*)(stage + (16 * m + 8 * half + g) * STAGE_STRIDE + 2 * t) =
-                        make_float2(product[0][2 * half], product[0][2 * half + 1]);
-                } else {
-                    const float unit = readout.scale(ONE ? 0 : 2 * m + half);
-#pragma unroll
-                    for (int i = 0; i < 2 * QUERY_TILES; i++) {
-                        const int n = i / 2, e = i % 2;
-                        const bool from_checkpoint = U_FROM_CHECKPOINT && n * 8 + 2 * t + e >= MAX_WINDOW;
-                        value[ONE ? 0 : m][n][2 * half + e] =
-                            from_checkpoint ? exact[n][2 * half + e] : product[n][2 * half + e] * unit;
-                    }
-                }
-            }
-        }
-    }
-};
-
-// What the state and the history add up to, on its way to the lanes that solve.
-struct Sums {
-    float past[ONE ? SHARES : 1][4];  // of one token: the history's part, for the lane's own rows: q and k of each
-    float factor[QUERY_TILES][2];     // decays and scale of queries 2 t and 2 t + 1 of every eight
-
-    DEVICE_MEMBER void compute(float* stage, StateProducts& products, const float (&decays)[MAX_WINDOW], bool has_state,
-                               const u16* u, const Coefficients& c) {
-        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-        for (int i = 0; i < 4 * (ONE ? SHARES : 1); i++) past[i / 4][i % 4] = 0.f;
-#pragma unroll
-        for (int i = 0; i < 2 * QUERY_TILES; i++) {
-            const int query = query_of(i / 2, 2 * t + i % 2);
-            factor[i / 2][i % 2] = decays[query % MAX_WINDOW] * query_scale(query);
-        }
-#pragma unroll
-        for (int m = 0; m < M_TILES; m++) {
-            if constexpr (ONE) {
-                // Only the columns of the lanes that solve for these rows.
-#pragma unroll
-                for (int step = 0; step < TOKEN_STEPS; step++)
-                    add_history(past[ONE ? m / 4 : 0], u, c.past[0][step].masked(g / 2 == m % 4), step, m);
-            } else {
-                float(&sum)[QUERY_TILES][4] = products.value[ONE ? 0 : m];
-#pragma unroll
-                for (int i = 0; i < 4 * QUERY_TILES; i++)
-                    sum[i / 4][i % 4] = has_state ? sum[i / 4][i % 4] * factor[i / 4][i % 2] : 0.f;
-#pragma unroll
-                for (int i = 0; i < TOKEN_STEPS * QUERY_TILES; i++)
-                    add_history(sum[i % QUERY_TILES], u, c.past[i % QUERY_TILES][i / QUERY_TILES], i / QUERY_TILES, m);
-#pragma unroll
-                for (int i = 0; i < 4 * QUERY_TILES; i++) {
-                    const int query = i / 4 * 8 + 2 * t + i % 2, half = i / 2 % 2;
-                    if (rows_exist(m, half) && query < QUERIES)
-                        stage[(16 * m + 8 * half + g) * STAGE_STRIDE + query] = sum[i / 4][i % 4];
-                }
-            }
-        }
-    }
-    // Outputs and predictions of a row of the lane, from the state and the history.
-    DEVICE_MEMBER void take(float (&outputs)[MAX_WINDOW], float (&predicted)[MAX_WINDOW], const float* stage, int row,
-                            const Readout& readout, bool has_state, int share, int half) const {
-        const float* staged = stage + row * STAGE_STRIDE;
-        if constexpr (ONE) {
-            const float4 first = ((const float4*)staged)[0], second = ((const float4*)staged)[1];
-            const float unit = readout.scale(2 * share + half);
-            const float of_q = ((first.x + first.z) + (second.x + second.z)) * unit * factor[0][0];
-            const float of_k = ((first.y + first.w) + (second.y + second.w)) * (U_FROM_CHECKPOINT ? 1.f : unit) * factor[0][1];
-            outputs[0] = past[ONE ? share : 0][2 * half] + (has_state ? of_q : 0.f);
-            predicted[0] = past[ONE ? share : 0][2 * half + 1] + (has_state ? of_k : 0.f);
-        } else {
-#pragma unroll
-            for (int w = 0; w < MAX_WINDOW; w++) outputs[w] = staged[w], predicted[w] = staged[MAX_WINDOW + w];
-        }
-    }
-};
-
-// u of a row's tokens one after the other, then their outputs. What tokens behind the window's end compute is never stored.
-DEVICE void solve(float (&outputs)[MAX_WINDOW], float (&u)[MAX_WINDOW], float (&predicted)[MAX_WINDOW],
-                  const float (&v)[MAX_WINDOW], const float (&beta)[MAX_WINDOW], const float* pairs, float pair) {
-#pragma unroll
-    for (int w = 0; w < MAX_WINDOW; w++) {
-#pragma unroll
-        for (int j = 0; j < w; j++) {
-            predicted[w] += pairs[(MAX_WINDOW + w) * WINDOW_ROWS + j] * u[j];
-            outputs[w] += pairs[w * WINDOW_ROWS + j] * u[j];
-        }
-        u[w] = beta[w] * (v[w] - predicted[w]);
-        outputs[w] += (ONE ? pair : pairs[w * WINDOW_ROWS + w]) * u[w];
     }
 }
 
@@ -260,6 +93,9 @@ gdn_readout(
             return slot >= 0 && slot < num_slots && may_fold(seq_len, position_of(slot), window_lens[row]);
         });
     };
+    // The readout of the row that this place's successor on the multiprocessor will work on, as far as that can be told.
+    int later_slot = -1;
+    if (AHEAD_ROWS && blockIdx.y + AHEAD_ROWS < gridDim.y) later_slot = state_batch_indices[blockIdx.y + AHEAD_ROWS];
     u32 batch_row = blockIdx.y;
     bool is_placed = !rows_are_ordered();
     if (!is_placed && batch_row < early_places()) batch_row = ordered_row(), is_placed = true;
@@ -279,15 +115,8 @@ gdn_readout(
             copy_async_16(own_v + w * CTA_ROWS + offset, v + (offset_of(start + w, v_stride) + (own_row + offset)), true);
         });
         copy_async_commit();
-#pragma unroll
-        for (int i = 0; i < (QUERIES + WARPS - 1) / WARPS; i++) {
-            const int n = i * WARPS + warp, w = n % MAX_WINDOW;
-            if (QUERIES % WARPS && n >= QUERIES) break;
-            const activation_t* from =
-                n < MAX_WINDOW ? q + offset_of(start + w, q_stride) : k + offset_of(start + w, k_stride);
-            normalize_row(shared.queries + n * KEY_STRIDE, shared.half_queries + n * KEY_STRIDE, from + k_column,
-                          w < readable_length);
-        }
+        normalize_queries(shared.queries, shared.half_queries, q + k_column, q_stride, k + k_column, k_stride, start,
+                          readable_length);
         row = make_row(slot, seq_len, start, window_length, position_now, num_tokens, num_slots, max_seq_len, MAX_HISTORY);
         if (is_placed || !has_slot || !may_fold(seq_len, position_now, window_length)) break;
         // This row has gone to the front, and another one has come here.
@@ -344,6 +173,12 @@ gdn_readout(
         shared.k, ring_k_in + (offset_of(slot, ring_k_stride) + k_column), first_entry, history, history, tid);
     if (flush && row.checkpoint_position > 0 && lane == 0)
         prefetch(STATE_ROWS(slot).checkpoint + own_row * COLUMNS, CTA_ROWS * COLUMNS * sizeof(state_t));
+    if (AHEAD_ROWS && later_slot >= 0 && later_slot < num_slots && lane == 0) {
+        const StateRows rows = STATE_ROWS(later_slot).from(own_row);
+        prefetch(rows.codes, CTA_ROWS * CODE_BYTES);
+        if (NVFP4 && AHEAD_TILE) prefetch(rows.block_scales, CTA_ROWS * BLOCK_SCALE_BYTES);
+        prefetch_sector(position_in + (offset_of(later_slot, position_stride) + tile_index));
+    }
     // The state's products need neither the history nor the gates, which are still on their way.
     copy_async_commit();
     copy_async_wait_but_last();
@@ -371,22 +206,8 @@ gdn_readout(
     if (flush) {
         build_fold_keys((uint4*)shared.area, shared.k);
         sync_threads();
-        const auto own_values = [&](int group, int step, float(&values)[4]) {
-            u32 words[U_PLANES][2];
-#pragma unroll
-            for (int plane = 0; plane < U_PLANES; plane++)
-                load_matrix_x2_transposed(words[plane], own_u + (plane * TOKEN_ROWS + 16 * step + lane % 16) * OWN_STRIDE +
-                                                            8 * group);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                values[i] = i % 2 ? bf16_high(words[0][i / 2]) : bf16_low(words[0][i / 2]);
-                if (U_PLANES == 2)
-                    values[i] += i % 2 ? bf16_high(words[U_PLANES - 1][i / 2]) : bf16_low(words[U_PLANES - 1][i / 2]);
-                values[i] *= gates.past[16 * step + i / 2 * 8 + 2 * t + i % 2];
-            }
-        };
-        fold_rows(own_values, (const uint4*)shared.area, STATE_ROWS(slot).from(own_row), row.checkpoint_position > 0,
-                  gates.history, first_row, ROUNDING_KEY(head, row.seq_len));
+        fold_history((const uint4*)shared.area, own_u, gates, STATE_ROWS(slot).from(own_row), row.checkpoint_position > 0,
+                     first_row, ROUNDING_KEY(head, row.seq_len));
         sync_threads();
         // An empty history from here on, and the readout as it has been stored.
         slot = state_batch_indices[batch_row];
@@ -428,35 +249,11 @@ gdn_readout(
     sums.compute(stage, products, flush ? gates.window : gates.all, has_state, own_u, coefficients);
     sync_warp();
 
-    u16* to_u = ring_u + (offset_of((int)slot_now, ring_u_stride) +
-                          (index_now / CTAS_PER_HEAD * (U_PLANES * ROWS) + index_now % CTAS_PER_HEAD * CTA_ROWS));
-#pragma unroll
-    for (int share = 0; share < SHARES; share++) {
-        const int first = first_of_pair(share);
-        const bool both = first + ROW_STEP < CTA_ROWS;
-        if (first >= CTA_ROWS) continue;
-        float outputs[2][MAX_WINDOW], u[2][MAX_WINDOW];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float predicted[MAX_WINDOW], values[MAX_WINDOW];
-            sums.take(outputs[half], predicted, stage, first + half * ROW_STEP, own_readout, has_state, share, half);
-#pragma unroll
-            for (int w = 0; w < MAX_WINDOW; w++) {
-                const u32 pair = load_pair(own_v + w * CTA_ROWS + first);
-                values[w] = half ? activation_high(pair) : activation_low(pair);
-            }
-            solve(outputs[half], u[half], predicted, values, gates.beta, pairs, coefficients.pair);
-        }
-#pragma unroll
-        for (int w = 0; w < MAX_WINDOW; w++) {
-            if (w >= length) continue;
-            u16* at = to_u + (u32)(wrapped(first_new + w) * (HEADS * U_PLANES * ROWS) + first);
-            const u32 high = pack_bf16(u[0][w], u[1][w]);
-            store_pair(at, high, both);
-            if (U_PLANES == 2)
-                store_pair(at + (U_PLANES - 1) * ROWS, pack_bf16(u[0][w] - bf16_low(high), u[1][w] - bf16_high(high)), both);
-            store_pair(o + (offset_of((int)start_now + w, HEADS * ROWS) + (index_now * CTA_ROWS + first)),
-                       pack_activation(outputs[0][w], outputs[1][w]), both);
-        }
-    }
+    const auto u_of = [&](int w) {
+        return ring_u + (offset_of((int)slot_now, ring_u_stride) +
+                         (wrapped(first_new + w) * (HEADS * U_PLANES * ROWS) +
+                          index_now / CTAS_PER_HEAD * (U_PLANES * ROWS) + index_now % CTAS_PER_HEAD * CTA_ROWS));
+    };
+    const auto o_of = [&](int w) { return o + (offset_of((int)start_now + w, HEADS * ROWS) + index_now * CTA_ROWS); };
+    solve_rows(sums, stage, own_readout, has_state, own_v, gates, pairs, coefficients.pair, length, u_of, o_of);
 }

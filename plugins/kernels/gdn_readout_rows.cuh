@@ -196,3 +196,83 @@ DEVICE void dot_checkpoint(float (&product)[QUERY_TILES][4], const StateRows& ro
         }
     }
 }
+
+// Products of a row that lane 4 g + t passes on to the lane that solves for it: its own q and k, or all queries.
+constexpr int STAGE_STRIDE = ONE ? 8 : QUERIES + 1;
+constexpr int STAGED_SIZE = 8 * 2 * M_TILES * STAGE_STRIDE;  // of a warp
+
+// The readout of a warp's rows on its way: codes in registers where they are few, the scales of blocks in shared memory.
+struct Readout {
+    ReadoutRows rows[NVFP4 ? M_TILES : 1];
+    // Of the rows that the lane solves for; or of rows 8 n + g where n % 4 is t, for all lanes of the quad.
+    static constexpr int ROW_SCALES = ONE ? 2 * SHARES : (ROW_GROUPS + 3) / 4;
+    u32 row_scales[ROW_SCALES];
+
+    DEVICE_MEMBER void load(const StateRows& from, unsigned char* block_scales) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        if constexpr (NVFP4) {
+            const unsigned char* codes = lane_codes(from);
+#pragma unroll
+            for (int m = 0; m < M_TILES; m++) rows[m].load(codes, m);
+            for (int i = lane * 16; i < CTA_ROWS * BLOCK_SCALE_BYTES; i += 512)
+                copy_async_16(block_scales + i, from.block_scales + i, true);
+        }
+#pragma unroll
+        for (int i = 0; i < ROW_SCALES; i++) {
+            const int row_group = ONE ? 2 * (t + i / 2 * 4) + i % 2 : 4 * i + t;
+            row_scales[i] = !WIDE && row_group < ROW_GROUPS ? from.row_scales[8 * row_group + g] : 127u;
+        }
+    }
+    // Of the i-th row that the lane solves for; or of its row of group i, for all lanes to call.
+    DEVICE_MEMBER float scale(int i) const {
+        const u32 bits = row_scales[(ONE ? i : i / 4) % ROW_SCALES];
+        const float all = bits_to_float(bits);
+        const u32 field = ONE ? bits : float_to_bits(shuffle_from(all, threadIdx.x % 32 / 4 * 4 + i % 4));
+        return READOUT_UNIT * e4m3_scale((unsigned char)field);
+    }
+
+    // Products with all queries of rows 16 m + g and + 8.
+    DEVICE_MEMBER void multiply(float (&product)[QUERY_TILES][4], const StateRows& from, const unsigned char* block_scales,
+                                const StateQueries& queries, int m) {
+        LaneScales scales;
+        scales.load(block_scales, m);
+        if constexpr (!NVFP4) rows[0].load(lane_codes(from), m);
+        multiply_readout(product, rows[NVFP4 ? m : 0], scales, queries);
+    }
+};
+
+// Products of the warp's rows of the state and all queries. For a window of one token they wait, without their rows' scales,
+// in shared memory for the lanes that solve.
+struct StateProducts {
+    float value[ONE ? 1 : M_TILES][QUERY_TILES][4];
+
+    // queries: as the ring has them, for products with the checkpoint.
+    DEVICE_MEMBER void compute(float* stage, Readout& readout, const StateRows& from, const unsigned char* block_scales,
+                               const StateQueries& state_queries, const activation_t* queries) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++) {
+            float product[QUERY_TILES][4], exact[QUERY_TILES][4];
+            readout.multiply(product, from, block_scales, state_queries, m);
+            if constexpr (U_FROM_CHECKPOINT) dot_checkpoint(exact, from, m, queries);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (!rows_exist(m, half)) continue;
+                if constexpr (ONE) {
+                    if (U_FROM_CHECKPOINT) product[0][2 * half + 1] = t == 0 ? exact[0][2 * half + 1] : 0.f;
+                    *(float2*)(stage + (16 * m + 8 * half + g) * STAGE_STRIDE + 2 * t) =
+                        make_float2(product[0][2 * half], product[0][2 * half + 1]);
+                } else {
+                    const float unit = readout.scale(ONE ? 0 : 2 * m + half);
+#pragma unroll
+                    for (int i = 0; i < 2 * QUERY_TILES; i++) {
+                        const int n = i / 2, e = i % 2;
+                        const bool from_checkpoint = U_FROM_CHECKPOINT && n * 8 + 2 * t + e >= MAX_WINDOW;
+                        value[ONE ? 0 : m][n][2 * half + e] =
+                            from_checkpoint ? exact[n][2 * half + e] : product[n][2 * half + e] * unit;
+                    }
+                }
+            }
+        }
+    }
+};

@@ -56,6 +56,19 @@ DEVICE void normalize_row(activation_t* to, u16* half, const activation_t* from,
     }
 }
 
+// Those of a window of `length` tokens by the whole block. q and k: of token `start` = 0, at the block's group.
+DEVICE void normalize_queries(activation_t* queries, u16* half_queries, const activation_t* q, int q_stride,
+                              const activation_t* k, int k_stride, int start, int length) {
+    const u32 warp = threadIdx.x / 32u;
+#pragma unroll
+    for (int i = 0; i < (QUERIES + WARPS - 1) / WARPS; i++) {
+        const int n = i * WARPS + warp, w = n % MAX_WINDOW;
+        if (QUERIES % WARPS && n >= QUERIES) break;
+        const activation_t* from = n < MAX_WINDOW ? q + offset_of(start + w, q_stride) : k + offset_of(start + w, k_stride);
+        normalize_row(queries + n * KEY_STRIDE, half_queries + n * KEY_STRIDE, from, w < length);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------- gates
 
 // Heads that a block may have parts of.
@@ -171,6 +184,27 @@ DEVICE void stage_u(u16* to, const u16* ring, int first_entry, int history) {
             copy(to + ((plane * TOKEN_ROWS + token) * OWN_STRIDE + offset), ring + (plane * ROWS + offset), token);
         }
     }
+}
+
+// Folds the history, whose keys lie in `fold_keys` already, into the warp's rows and stores them.
+DEVICE void fold_history(const uint4* fold_keys, const u16* u, const Gates& gates, const StateRows& rows, bool has_state,
+                         int first_row, const RoundingKey& key) {
+    const int lane = threadIdx.x % 32, t = lane % 4;
+    const auto own_values = [&](int group, int step, float(&values)[4]) {
+        u32 words[U_PLANES][2];
+#pragma unroll
+        for (int plane = 0; plane < U_PLANES; plane++)
+            load_matrix_x2_transposed(words[plane],
+                                      u + (plane * TOKEN_ROWS + 16 * step + lane % 16) * OWN_STRIDE + 8 * group);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            values[i] = i % 2 ? bf16_high(words[0][i / 2]) : bf16_low(words[0][i / 2]);
+            if (U_PLANES == 2)
+                values[i] += i % 2 ? bf16_high(words[U_PLANES - 1][i / 2]) : bf16_low(words[U_PLANES - 1][i / 2]);
+            values[i] *= gates.past[16 * step + i / 2 * 8 + 2 * t + i % 2];
+        }
+    };
+    fold_rows(own_values, fold_keys, rows, has_state, gates.history, first_row, key);
 }
 
 // Coefficients of u in 16 tokens for 8 queries, split into bf16 halves, as a second operand.

@@ -29,6 +29,10 @@ CASES = [
         ReplaySettings(buffer_len=8, max_window=3, state_dtype="float8", readout_dtype="nvfp4"),
     ),
     (GdnGeometry(1, 4, 128, 128), ReplaySettings(state_dtype="float16", readout_dtype="float8")),
+    (
+        GdnGeometry(1, 2, 128, 128),
+        ReplaySettings(max_window=2, state_dtype="float16", state_rounding="stochastic", readout_dtype="nvfp4"),
+    ),
 ]
 
 PREFILL_CASES = [

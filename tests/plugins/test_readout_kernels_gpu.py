@@ -110,6 +110,33 @@ def test_repeated_step_is_bit_equal(case: str) -> None:
             assert torch.equal(tensor.view(torch.uint8), kept[name].view(torch.uint8)), name
 
 
+class InPlace:
+    """Launches in which every row keeps its place."""
+
+    @staticmethod
+    def gdn_window(*args) -> torch.Tensor:
+        state = next(arg for arg in args if isinstance(arg, LayerState))
+        arch = launch.device_arch(args[0].device)
+        return launch.gdn_window(*args, config=readout_config(state.geometry, state.settings, arch, early_16ths=0))
+
+
+@pytest.mark.parametrize("window", [1, 5])
+def test_rows_that_may_fold_begin_first(window: int) -> None:
+    """Many rows that change places while others fold: each is worked on once, and with the same result."""
+    settings = ReplaySettings(max_window=window, readout_dtype="nvfp4", **FP16)
+    results = []
+    for implementation in (launch, InPlace):
+        steps = Steps(GdnGeometry(2, 8, 128, 128), settings, 310, 300, 4, "cuda:0")
+        state, outputs = steps.pool(), []
+        for _ in range(30):
+            call = steps.next_call()
+            out = steps.run(implementation, state, call)
+            outputs += [out[start : start + length] for start, length in zip(call.starts, call.lengths, strict=True)]
+        results.append([*outputs, *(tensor.view(torch.uint8) for tensor in state.tensors.values())])
+    for ordered, plain in zip(*results, strict=True):
+        assert torch.equal(ordered, plain)
+
+
 @pytest.mark.parametrize("case", ["super120b-decode", "qwen122b-decode"])
 def test_replayed_graph_equals_eager(case: str) -> None:
     """One captured step, its positions advanced on the device, against eager steps with the same inputs."""
