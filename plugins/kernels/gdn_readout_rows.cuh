@@ -10,7 +10,8 @@ constexpr int LANE_CODES = CODE_BYTES / 16;  // words of a row
 // What undoes QUERY_UPSCALE and the powers of two by which codes and scales are too small in the products below.
 constexpr float READOUT_UNIT = (NVFP4 ? ONE ? 16384.f : 128.f : WIDE ? 1.f : 256.f) / QUERY_UPSCALE;
 
-DEVICE float block_scale(u32 code) { return bits_to_float((code << 20) + (120u << 23)); }
+// A normal e4m3 number, which the scales of blocks are.
+DEVICE float block_scale(u32 code) { return bits_to_float(multiply_add_bits(code, 1u << 20, 120u << 23)); }
 
 // Where the lane's part of the readout of row g begins; rows: of the warp.
 DEVICE const unsigned char* lane_codes(const StateRows& rows) {
@@ -119,7 +120,7 @@ DEVICE void multiply_readout(float (&product)[QUERY_TILES][4], const ReadoutRows
                     for (int i = 0; i < 2; i++) {
                         // e4m3 as fp16 has exponents 8 too small; 15 more lead to 2^7.
                         const u32 code = permute_bytes(scales.words[half][pair / 2], 0, (pair % 2 * 2 + i) * 0x101u | 0x4040u);
-                        const u32 scale = (code << 7) + 0x3c003c00u;
+                        const u32 scale = multiply_add_bits(code, 1u << 7, 0x3c003c00u);
                         a[half][2 * i] = multiply_fp16(a[half][2 * i], scale);
                         a[half][2 * i + 1] = multiply_fp16(a[half][2 * i + 1], scale);
                     }

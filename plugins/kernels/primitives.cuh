@@ -303,6 +303,12 @@ DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, floa
           "r"(float_to_bits(b0)), "r"(float_to_bits(b1)));
 }
 
+// a b + c in one instruction, where the compiler would shift, mask and add.
+DEVICE u32 multiply_add_bits(u32 a, u32 b, u32 c) {
+    u32 result;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    return result;
+}
 // Bytes of the pair (a, b) that the selector's four nibbles name, 0 to 3 in a and 4 to 7 in b.
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 DEVICE u32 rotate_right(u32 value, int bits) { return __funnelshift_r(value, value, bits); }

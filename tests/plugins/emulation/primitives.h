@@ -357,6 +357,7 @@ DEVICE u32 multiply_pairs(u32 a, u32 b) {
     return pack_bf16(bits_to_float(a << 16) * bits_to_float(b << 16),
                      bits_to_float(a & 0xffff0000u) * bits_to_float(b & 0xffff0000u));
 }
+DEVICE u32 multiply_add_bits(u32 a, u32 b, u32 c) { return a * b + c; }
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
     const u64 both = (u64)b << 32 | a;
     u32 result = 0;
