@@ -279,9 +279,9 @@ def check(name: str, settings: ReplaySettings, window: int, cta_rows: int | None
         torch.stack([load_checkpoint(one, slot, torch.float32).cpu() for slot in range(3)]) for one in (state, host)
     )
     state_error = float((kept - expected_state).double().norm() / expected_state.double().norm())
-    # bf16 outputs agree but for roundings that fall differently (1 ulp is 2^-8); fp32 states to a few ulp. A fold's last
-    # bits, 2^-17 of a term, move a few in 10^6 of its e2m1 codes by a step, a quarter of their value: 5e-4 of the outputs
-    # before rounding.
+    # bf16 outputs agree but for roundings that fall differently (1 ulp is 2^-8); fp32 states to a few ulp. The last
+    # bits of a fold, 2^-17 of a term, move a few of 10^6 e2m1 codes by a step, a quarter of their value: 5e-4 of all
+    # outputs before they are rounded.
     limit = {"float32": 1e-5, "float8": 1e-2}.get(settings.state_dtype, 1e-3)
     ok = error < (3e-3 if settings.readout_dtype == "nvfp4" else 1e-3) and state_error < limit
     errors = f"out {error:.1e} state {state_error:.1e}"

@@ -71,7 +71,7 @@ gdn_readout(
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
     const u32 thread = threadIdx.x, first_index = blockIdx.x * WARPS, index = first_index + thread / 32;
-    const int tid = thread, lane = thread % 32, warp = thread / 32, t = lane % 4;
+    const int tid = thread, lane = thread % 32, warp = thread / 32;
     const int first_part = first_index, part = index;
     const int head = index / CTAS_PER_HEAD, group = first_index / CTAS_PER_HEAD / HEADS_PER_GROUP;
     const int first_row = index % CTAS_PER_HEAD * CTA_ROWS, block_row = first_part * CTA_ROWS;
