@@ -343,7 +343,7 @@ def longest_contexts(lines: Iterable[Line]) -> list[Line]:
 def provenance(lines: list[Line]) -> str:
     rows = {}
     for line in lines:
-        if line["benchmark"] in ("e2e_decode_speedup", "e2e_spec_decode_throughput", *KERNEL_BENCHMARKS):
+        if line["benchmark"].startswith("e2e_") or line["benchmark"] in KERNEL_BENCHMARKS:
             rows.setdefault((line["benchmark"], line["gpu"], line["commit"]), []).append(line["date"][:16])
     return table(
         ["benchmark", "GPU", "commit", "lines", "newest"],
@@ -352,12 +352,15 @@ def provenance(lines: list[Line]) -> str:
 
 
 def render(lines: list[Line]) -> str:
+    from report_parallel import parallel_table  # here: it is made of what this module has
+
     page = (ROOT / "report.md").read_text(encoding="utf-8")
     parts = {
         "kernels": kernel_table(lines),
         "steps": step_table(lines),
         "batches": batch_table(lines),
         "split": split_table(lines),
+        "parallel": parallel_table(lines),
         "speculation": speculation_table(lines),
         "natural": natural_table(lines),
         "sessions": sessions_table(),

@@ -10,6 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import report
+import report_parallel
 
 BENCHMARKS = report.ROOT
 
@@ -60,6 +61,18 @@ def test_a_faster_peer_takes_the_place_of_our_plain_kernel() -> None:
 
 def test_missing_figures_are_said_to_be_missing() -> None:
     assert report.step_table([]) == report.speculation_table([]) == "*Not measured.*\n"
+
+
+def test_divided_models_stand_beside_the_whole_one_of_their_run() -> None:
+    shared = {"benchmark": "e2e_tensor_parallel", "logits_distance_without_context": 1.2}
+    one = decode_line("1 gpu", **shared, ranks=1, gpu_memory_bytes=10 << 30, logits_distance=0.0)
+    two = decode_line(
+        "2 gpus", **shared, ranks=2, gpu_memory_bytes=6 << 30, logits_distance=0.02, median_us=1500.0,
+        split_us={"collective": 321.4},
+    )  # fmt: skip
+    rows = report_parallel.parallel_table([one, two, {**two, "batch": 1}]).splitlines()[2:]
+    assert len(rows) == 1, "a line without its whole one says nothing"
+    assert "| 2 | 2.00 | 1.50 | **1.50x** (1.40 to 1.60) | 321 | 100,000 | 10.0, 6.0 | 0.020, 1.20 | yes |" in rows[0]
 
 
 def test_truncated_models_are_named_so() -> None:
