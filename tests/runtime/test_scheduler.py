@@ -19,6 +19,7 @@ from replayssm.runtime.logits_processor import LogitRules, LogitsProcessor
 from replayssm.runtime.requests import Request
 from replayssm.runtime.sampling import SamplingParams
 from replayssm.runtime.scheduler import QueueFullError, Scheduler, SchedulerOptions
+from replayssm.runtime.serving import with_max_seq_len
 from replayssm.runtime.session import Session
 from replayssm.runtime.speculation import Draft, MtpDrafter, NgramDrafter
 
@@ -268,6 +269,37 @@ def test_drafting_requests_take_turns_in_two_halves(tiny_engine, alone, monkeypa
     while scheduler.step():
         pass
     assert max(together) == 1
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+def test_a_request_that_ends_while_its_step_runs(tiny_engine, alone, monkeypatch, draft):
+    """Its slot goes to another at once, and what the step chose for it changes nothing."""
+    monkeypatch.setattr("replayssm.runtime.scheduler.HALVED_ROWS", 2)
+    session = Session(tiny_engine("nano"), slots=4, prefill_chunk=CHUNK, graphs=True)
+    scheduler = Scheduler(session, make_drafter(draft, session))
+    requests = [(index, scheduler.submit(request_for(session, index))) for index in (2, 0, 6, 2, 5, 1, 4)]
+    cancelled = 0
+    while scheduler.step():
+        started = scheduler._started
+        running = [] if started is None else [r for r in started.requests if r.finish_reason is None and not r.plan]
+        if cancelled < 2 and running:
+            scheduler.cancel(running[0])
+            cancelled += 1
+    assert cancelled == 2
+    assert_as_alone(requests, alone("nano"))
+    assert sum(request.finish_reason == "length" for _, request in requests) == 5
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_sequence_may_fill_its_slot(tiny_engine, graphs):
+    """Up to max_seq_len and no step further, also where steps run ahead."""
+    engine = with_max_seq_len(tiny_engine("nano"), 20)
+    session = Session(engine, slots=1, prefill_chunk=CHUNK, graphs=graphs)
+    scheduler = Scheduler(session)
+    request = scheduler.submit(Request.create(session, PROMPTS[0], 1000, end_tokens=()))
+    while scheduler.step():
+        pass
+    assert (request.finish_reason, len(request.tokens)) == ("length", 20)
 
 
 def recorded_logits(session):
