@@ -34,7 +34,7 @@ from e2e_results import E2eResults, add_common_options, device_of, model_fields
 from e2e_run import Split, free_memory, percentile, profiled_split
 from e2e_spec_decode_throughput import VARIANTS, settings_of
 
-from replayssm.runtime.cuda_graphs import window_classes
+from replayssm.runtime.cuda_graphs import row_buckets
 from replayssm.runtime.requests import Request
 from replayssm.runtime.sampling import SamplingParams
 from replayssm.runtime.scheduler import Scheduler
@@ -100,7 +100,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-len", type=int, default=128, help="tokens of every prompt")
     parser.add_argument("--output-len", type=int, default=192, help="mean tokens of an answer, half to one and a half")
     parser.add_argument("--period", type=int, default=24, help="tokens of a cycle")
-    parser.add_argument("--copy-strength", type=float, default=8.0, help="see above; 0: random")
+    parser.add_argument("--copy-strength", type=float, default=0.8, help="see above; 0: random")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     options = parser.parse_args(arguments)
@@ -180,12 +180,19 @@ def is_filling(scheduler: Scheduler) -> bool:
     return bool(scheduler.waiting) or any(request.plan for request in scheduler.running)
 
 
+def capture_steps(session: Session) -> None:
+    """What `Session.warm_up` captures, as far as steps of this benchmark use it."""
+    widest = session.settings.max_window
+    for rows in reversed(row_buckets(session.slots) if widest > 1 else [session.slots]):
+        for window in {widest, 1}:
+            session.step_graph(rows, window)
+
+
 def run_turn(variant: str, model: Model, order: list[int], batch: int, options: argparse.Namespace, known: Measured):
     """A session of the variant, filled, stepped --num-steps times and freed; the first turn also splits the time."""
     settings = settings_of(variant, options, options.prompt_len + options.output_len * 3 // 2 + 1)
     session = Session(model.engine(settings, batch), batch, device_of(options), graphs=True)
-    for window in window_classes(settings.max_window):
-        session.step_graph(batch, window)
+    capture_steps(session)
     scheduler = Scheduler(session, NgramDrafter() if settings.max_window > 1 else None)
     requests, made = requests_of(session, order, options, options.seed), []
     fill(scheduler, requests, made)
