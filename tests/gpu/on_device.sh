@@ -4,7 +4,7 @@
 #     OUT=folder tests/gpu/on_device.sh [PART...]
 #
 # Tests: tests (window kernels), prefill, readout, plans (the plugins' PTX as aot_impl returns it, and the runtime around
-# it), sessions (whole generations, captured steps, attention), trtllm. Others: memcheck, racecheck, initcheck, bench
+# it), sessions (whole generations, captured steps, attention), ranks (two GPUs), trtllm. Others: memcheck, racecheck, initcheck, bench
 # (window kernels and peers), bench_prefill. $PYTEST adds options to pytest (-n 8), $BENCH to benchmarks; $LIMIT is the
 # seconds of a part. Parts run one after the other, because tests side by side starve each other and disturb timings;
 # each has its own log in $OUT, so that one failure hides nothing.
@@ -52,6 +52,7 @@ for wanted in "$@"; do
     plans) run_tests plans tests/plugins/test_tensorrt_ops_gpu.py tests/runtime/test_plans_gpu.py ;;
     sessions) run_tests sessions tests/runtime/test_{session,executor}_cuda.py tests/runtime/test_graph_memsets.py \
         tests/benchmarks/test_graph_gaps_gpu.py ;;
+    ranks) run_tests ranks tests/runtime/test_parallel_session_gpu.py ;;
     trtllm) run_tests trtllm tests/integrations/test_trtllm_gpu.py ;;
     memcheck | racecheck | initcheck) memory_tool "$wanted" ;;
     bench) benchmark bench_mamba2_window && benchmark bench_gdn_window ;;

@@ -19,7 +19,9 @@ from replayssm.runtime.generation import generate
 from replayssm.runtime.parallel import rank_engine
 from replayssm.runtime.parallel_processes import Peers, Place
 from replayssm.runtime.parallel_session import ParallelSession, open_session
+from replayssm.runtime.requests import Request
 from replayssm.runtime.sampling import SamplingParams
+from replayssm.runtime.scheduler import Scheduler, SchedulerOptions
 from replayssm.runtime.serving import make_drafter
 from replayssm.runtime.session import Row, Session
 
@@ -61,6 +63,21 @@ def test_generated_tokens_are_those_of_one_process(session, plain, draft):
     assert ours == expected
     assert session.free_slots == session.slots
     assert session.can_run_ahead
+
+
+def test_requests_make_way_for_others(session, plain):
+    """Slots go to host memory and come back: all ranks' parts of them."""
+    found = []
+    for each in (session, plain):
+        scheduler = Scheduler(each, options=SchedulerOptions(time_slice=3))
+        requests = [Request.create(each, [5 + n, 6, 7, 8], 12, end_tokens=()) for n in range(5)]
+        for request in requests:
+            scheduler.submit(request)
+        while scheduler.step():
+            pass
+        assert scheduler.stats.preemptions > 0
+        found.append([request.generated for request in requests])
+    assert found[0] == found[1]
 
 
 def test_a_step_starts_before_the_last_one_was_waited_for(session, plain):
