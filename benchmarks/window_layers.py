@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import peers
 import torch
-from harness import COLD_BYTES, Results, ceilings, time_graph
+from harness import COLD_BYTES, Results, Timing, ceilings, time_graph
 
 from replayssm.plugins import geometry as geo
 from replayssm.plugins import launch, reference
@@ -153,6 +154,21 @@ def histories_of_cycle(start: torch.Tensor, steps: int, window: int, advance: in
     return torch.stack(out)
 
 
+def fill_cycle(
+    settings: ReplaySettings, batch: int, window: int, fill: str | int, advance: int
+) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+    """(history before the first step, positions of the steps, histories [steps, rows]) of a fill as in `measure`."""
+    L = settings.buffer_len
+    if fill == "desync":
+        # Fill levels that a row meets right before a step, once every row has flushed.
+        levels = list(range(advance, L - window + advance + 1, advance))
+        history = torch.tensor(levels)[torch.randint(len(levels), (batch,))]
+        steps = len(levels) * max(1, 16 // len(levels))
+        return history, [advance * i for i in range(steps)], histories_of_cycle(history, steps, window, advance, L)
+    history = torch.tensor([0 if settings.is_baseline else L - window + 1 if fill == "flush" else fill])
+    return history, [0], history[None]
+
+
 def measure(
     results: Results,
     name: str,
@@ -169,19 +185,7 @@ def measure(
     """One figure. fill: "desync" (a cycle of steps, rows at random fill), "flush" or a history length."""
     layer = Layer(GEOMETRIES[name], settings, batch, window, cta_rows)
     L = settings.buffer_len
-    if settings.is_baseline:
-        history, offsets = torch.zeros(1, dtype=torch.int64), [0]
-        cycle = history[None]
-    elif fill == "desync":
-        # Fill levels that a row meets right before a step, once every row has flushed.
-        levels = list(range(advance, L - window + advance + 1, advance))
-        history = torch.tensor(levels)[torch.randint(len(levels), (batch,))]
-        steps = len(levels) * max(1, 16 // len(levels))
-        offsets = [advance * i for i in range(steps)]
-        cycle = histories_of_cycle(history, steps, window, advance, L)
-    else:
-        history = torch.tensor([L - window + 1 if fill == "flush" else fill])
-        offsets, cycle = [0], history[None]
+    history, offsets, cycle = fill_cycle(settings, batch, window, fill, advance)
     timing = time_graph(layer.launches(offsets), lambda: layer.set_history(history))
     assert int(layer.state.error_flag) == 0, "the kernel met an invalid row"
     kind = "rmw" if settings.is_baseline or fill == "flush" else "read"
@@ -206,47 +210,100 @@ def measure(
 
 
 def measure_peers(
-    results: Results, name: str, batch: int, ceiling: dict[str, float], only: str | None = None
-) -> str | None:
-    """The fastest configuration of the importable peer (or `only` that one), decode, checked against our baseline.
+    results: Results, name: str, batch: int, window: int, ceiling: dict[str, float], only: set[str] | None = None
+) -> set[str]:
+    """The fastest configuration (or those in `only`) of every importable project, checked against our baseline.
 
-    Returns its name, None where there is no peer.
+    Returns their names.
     """
     geometry = GEOMETRIES[name]
-    layer = Layer(geometry, ReplaySettings(buffer_len=0), batch, 1)
+    layer = Layer(geometry, ReplaySettings(buffer_len=0, max_window=window), batch, window)
     find = peers.mamba2_peers if isinstance(geometry, Mamba2Geometry) else peers.gdn_peers
-    best = None
+    best: dict[str, tuple[Timing, str, bool]] = {}
     for variant, call in find(layer).items():
-        if only not in (None, variant):
+        if only is not None and variant not in only:
             continue
-        kept = layer.state["checkpoint"][:batch].clone()
-        value = call(layer.slots[0]).double()
-        layer.state["checkpoint"][:batch].copy_(kept)
-        layer.launches([0])[0]()
-        error = float((value - layer.out.double()).norm() / layer.out.double().norm())
-        timing = time_graph([lambda slots=slots, call=call: call(slots) for slots in layer.slots])
-        print(f"peer {name} B={batch} {variant}: {timing.median_us:.1f} us, differs by {error:.1e}", flush=True)
-        if best is None or timing.median_us < best[0].median_us:
-            best = (timing, variant, error < 1e-2)
-    if best is None:
-        return None
-    timing, variant, correct = best
-    results.add(
-        timing,
-        layer.step_bytes(torch.zeros(1)),
-        ceiling["rmw"],
-        op="peer",
-        geometry=name,
-        batch=batch,
-        window=1,
-        state_dtype="float32",
-        readout_dtype="same",
-        L=0,
-        fill="flush",
-        variant=variant,
-        correct=correct,
-    )
-    return variant
+        try:
+            kept = layer.state["checkpoint"][:batch].clone()
+            value = call(layer.slots[0]).double()
+            layer.state["checkpoint"][:batch].copy_(kept)
+            layer.launches([0])[0]()
+            error = float((value - layer.out.double()).norm() / layer.out.double().norm())
+            timing = time_graph([lambda slots=slots, call=call: call(slots) for slots in layer.slots])
+        except Exception as problem:  # a peer that does not run here must not hide the others
+            print(f"peer {name} {variant}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
+            continue
+        print(
+            f"peer {name} B={batch} W={window} {variant}: {timing.median_us:.1f} us, differs by {error:.1e}", flush=True
+        )
+        project = variant.split()[0]
+        if project not in best or timing.median_us < best[project][0].median_us:
+            best[project] = (timing, variant, error < 1e-2)
+    for timing, variant, correct in best.values():
+        results.add(
+            timing,
+            layer.step_bytes(torch.zeros(1)),
+            ceiling["rmw"],
+            op="peer",
+            geometry=name,
+            batch=batch,
+            window=window,
+            state_dtype="float32",
+            readout_dtype="same",
+            L=0,
+            fill="flush",
+            variant=variant,
+            correct=correct,
+        )
+    return {variant for _, variant, _ in best.values()}
+
+
+def measure_replay_peer(
+    results: Results, name: str, settings: ReplaySettings, batch: int, window: int, advance: int, ceiling: dict
+) -> None:
+    """The importable replay kernel of another project at the same fills as ours, checked against ours."""
+    layer = Layer(GEOMETRIES[name], settings, batch, window)
+    peer = peers.replay_peer(layer)
+    if peer is None:
+        return
+    flushing = settings.buffer_len - window + 1
+    for variant, call in peer.calls().items():
+        try:
+            error = max(_replay_error(layer, peer, call, history) for history in (settings.buffer_len // 2, flushing))
+            for fill in ("desync", 8, "flush"):
+                cycle = fill_cycle(settings, batch, window, fill, advance)[2]
+                counts = [row.expand(batch).to("cuda", torch.int32).repeat(layer.sets) for row in cycle]
+                launches = [partial(call, slots, count) for count in counts for slots in layer.slots]
+                results.add(
+                    time_graph(launches),
+                    layer.step_bytes(cycle),
+                    ceiling["rmw" if fill == "flush" else "read"],
+                    op="replay_peer",
+                    geometry=name,
+                    batch=batch,
+                    window=window,
+                    state_dtype=settings.state_dtype,
+                    readout_dtype="same",
+                    L=settings.buffer_len,
+                    fill=fill,
+                    variant=variant,
+                    correct=error < 1e-2,
+                )
+        except Exception as problem:  # as above
+            print(f"peer {name} {variant}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
+
+
+def _replay_error(layer: Layer, peer: peers.ReplayPeer, call, history: int) -> float:
+    """Of a replay peer's outputs at this history of every row, relative to ours; the checkpoint is put back."""
+    layer.set_history(torch.tensor([history]))
+    peer.copy_rings(POSITION, history)
+    kept = layer.state["checkpoint"][: layer.batch].clone()
+    counts = torch.full((layer.state.slots,), history, device="cuda", dtype=torch.int32)
+    value = call(layer.slots[0], counts).double()
+    layer.state["checkpoint"][: layer.batch].copy_(kept)
+    layer.launches([0])[0]()
+    layer.state["checkpoint"][: layer.batch].copy_(kept)
+    return float((value - layer.out.double()).norm() / layer.out.double().norm())
 
 
 def check(name: str, settings: ReplaySettings, window: int, cta_rows: int | None = None) -> bool:
@@ -321,7 +378,6 @@ def run(
         state_dtype, rounding, readout = (*chosen.split(":"), "nearest", "same")[:3]
         has_copy = readout != "same"
         for name in names:
-            peer = None
             slot = read_bytes(GEOMETRIES[name], ReplaySettings(state_dtype=state_dtype, readout_dtype=readout))
             limits = {batch: ceilings(batch * (slot if has_copy else 4 << 20), pool) for batch in batches}
             for window in windows:
@@ -338,10 +394,13 @@ def run(
                 rows = tuned_rows(results, name, settings, batches[0], window, limits[batches[0]]) if tune else None
                 ours_ok = check(name, settings, window, rows)
                 plain_ok = check(name, plain, window)
+                known = None
                 for batch in batches:
                     advance, limit = 1 if window == 1 else 3, limits[batch]
                     for fill in ("desync", 8, "flush"):
                         measure(results, name, settings, batch, window, fill, advance, limit, ours_ok, rows)
                     measure(results, name, plain, batch, window, "flush", advance, limit, plain_ok, variant="plain")
-                    if window == 1 and state_dtype == "float32" and (peer or batch == batches[0]):
-                        peer = measure_peers(results, name, batch, limit, peer)
+                    if state_dtype == "float32":
+                        known = measure_peers(results, name, batch, window, limit, known)
+                        if isinstance(GEOMETRIES[name], Mamba2Geometry):
+                            measure_replay_peer(results, name, settings, batch, window, advance, limit)

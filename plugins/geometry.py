@@ -71,7 +71,8 @@ ARCHITECTURES = {
 class KernelConfig:
     """One compiled variant and how it is launched. The grid is (blocks_x, rows, 1).
 
-    shared_bytes: dynamic shared memory of a block; the kernels use no static shared memory.
+    shared_bytes: dynamic shared memory of a block; the kernels use no static shared memory. overlaps: launched so that
+    it may start while the kernel before it ends (programmatic dependent launch); it waits for that kernel by itself.
     """
 
     kernel: str
@@ -79,6 +80,7 @@ class KernelConfig:
     blocks_x: int
     threads: int
     shared_bytes: int
+    overlaps: bool = False
 
 
 # (kernel, state bytes of a row, rows of a head): rows per block, also of the decode kernels. H200, batch 256, L = 16,
@@ -196,7 +198,8 @@ def window_config(
         defines["U_EXACT"] = int(settings.u_format == "exact")
     if serial:
         defines["BASELINE"] = int(settings.is_baseline)
-    return KernelConfig(kernel, tuple(sorted(defines.items())), blocks, threads, shared)
+    overlaps = kernel == "mamba2_decode" and limits.bulk_copy  # the architectures that have the one have the other
+    return KernelConfig(kernel, tuple(sorted(defines.items())), blocks, threads, shared, overlaps)
 
 
 @cache

@@ -263,6 +263,10 @@ class LoadedKernel:
         base = ctypes.addressof(values)
         pointers = (ctypes.c_void_p * count)(*range(base, base + 8 * count, 8))
         config = self.config
+        if config.overlaps:
+            where = self._overlapping(blocks_x or config.blocks_x, blocks_y, blocks_z, stream)
+            self._check(self._driver.cuLaunchKernelEx(where, self._function, ctypes.addressof(pointers), 0))
+            return
         self._check(
             self._driver.cuLaunchKernel(
                 self._function,
@@ -278,6 +282,18 @@ class LoadedKernel:
                 0,
             )
         )
+
+    def _overlapping(self, blocks_x: int, blocks_y: int, blocks_z: int, stream: int):
+        """The launch of a kernel that may start while the one before it ends."""
+        driver, where = self._driver, self._driver.CUlaunchConfig()
+        where.gridDimX, where.gridDimY, where.gridDimZ = blocks_x, blocks_y, blocks_z
+        where.blockDimX, where.blockDimY, where.blockDimZ = self.config.threads, 1, 1
+        where.sharedMemBytes, where.hStream = self.config.shared_bytes, driver.CUstream(stream)
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        where.attrs, where.numAttrs = [attribute], 1
+        return where
 
     def _check(self, result: tuple):
         code, *values = result

@@ -9,6 +9,7 @@
 #define ROWS HEADDIM
 #define COLUMNS DSTATE
 #include "replay.cuh"
+#include "mamba2_parameters.cuh"
 #include "mamba2_rows.cuh"
 
 static_assert(MAX_WINDOW == 1, "one query");
@@ -156,22 +157,7 @@ DEVICE float fold_and_dot(const state_t* tile, state_t* global, bool has_state, 
 }
 
 KERNEL(THREADS, MIN_CTAS)
-mamba2_decode(
-    // [T, H, P], [T, H], [T, G, N], [T, G, N]: the last dimension is dense, tokens are *_stride elements apart
-    const activation_t* x, const activation_t* dt, const activation_t* B, const activation_t* C,
-    // [H]
-    const float* A_log, const float* D, const float* dt_bias,
-    // state parts, slots are *_stride elements apart
-    const state_t* checkpoint_in, const int* position_in, const activation_t* ring_x_in, const activation_t* ring_B_in,
-    const float* ring_dt_in, const int* error_flag_in,
-    // [rows]
-    const int* seq_lens, const int* window_starts, const int* window_lens, const int* state_batch_indices,
-    int num_tokens, int num_slots, int max_seq_len, int layer, int skip_prefill, int x_stride, int dt_stride,
-    int B_stride, int C_stride, int checkpoint_stride, int position_stride, int ring_x_stride, int ring_B_stride,
-    int ring_dt_stride,
-    // [T, H, P] dense, then the state parts again: in place, written through these
-    activation_t* y, state_t* checkpoint, int* position, activation_t* ring_x, activation_t* ring_B, float* ring_dt,
-    int* error_flag) {
+mamba2_decode(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
     const u32 tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
@@ -180,6 +166,7 @@ mamba2_decode(
     const int state_offset = (block.head * ROWS + block.first_row) * COLUMNS, tile_index = block.tile;
     const int x_column = block.head * ROWS + block.first_row, B_column = block.group * COLUMNS;
 
+    wait_for_previous_grid();
     // All that is known before the slot, then all that the slot tells, then the tile: nothing here waits for more than
     // the row's slot. A fresh sequence ignores the tile.
     const int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
@@ -370,6 +357,8 @@ mamba2_decode(
     } else if (c > 0) {
         product = dot(shared.tile, query);
     }
+    // Not earlier: blocks of the next grid that wait beside these cost a flush of few rows 2 us.
+    let_next_grid_start();
     const float value = multiply_add(decay, product, rest);
     if (lane % 2 == 0 && owns) output[offset_of(start, HEADS * ROWS) + own] = float_to_activation(value);
 }

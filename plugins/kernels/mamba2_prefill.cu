@@ -9,6 +9,7 @@
 #define COLUMNS DSTATE
 #define CHUNK_BETA 0
 #include "chunk_prepare.cuh"
+#include "mamba2_parameters.cuh"
 
 struct Shared {
     alignas(128) activation_t B[STAGES][CHUNK * CHUNK_STRIDE];
@@ -207,16 +208,7 @@ DEVICE void walk(Shared& shared, const Inputs& in, int first, float (&s)[COLUMN_
 }
 
 KERNEL(BLOCK_THREADS, MIN_CTAS)
-mamba2_prefill(
-    // as in mamba2_window.cu
-    const activation_t* x, const activation_t* dt, const activation_t* B, const activation_t* C, const float* A_log,
-    const float* D, const float* dt_bias, const state_t* checkpoint_in, const int* position_in,
-    const activation_t* ring_x_in, const activation_t* ring_B_in, const float* ring_dt_in, const int* error_flag_in,
-    const int* seq_lens, const int* window_starts, const int* window_lens, const int* state_batch_indices,
-    int num_tokens, int num_slots, int max_seq_len, int layer, int skip_prefill, int x_stride, int dt_stride,
-    int B_stride, int C_stride, int checkpoint_stride, int position_stride, int ring_x_stride, int ring_B_stride,
-    int ring_dt_stride, activation_t* y, state_t* checkpoint, int* position, activation_t* ring_x,
-    activation_t* ring_B, float* ring_dt, int* error_flag) {
+mamba2_prefill(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
     const int warp = threadIdx.x / 32;

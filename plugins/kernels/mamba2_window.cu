@@ -9,6 +9,7 @@
 #define ROWS HEADDIM
 #define COLUMNS DSTATE
 #include "replay.cuh"
+#include "mamba2_parameters.cuh"
 #include "mamba2_rows.cuh"
 
 constexpr int QUERY_TILES = WINDOW_ROWS / 8;
@@ -31,22 +32,7 @@ struct Shared {
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
 
 KERNEL(THREADS, MIN_CTAS)
-mamba2_window(
-    // [T, H, P], [T, H], [T, G, N], [T, G, N]: the last dimension is dense, tokens are *_stride elements apart
-    const activation_t* x, const activation_t* dt, const activation_t* B, const activation_t* C,
-    // [H]
-    const float* A_log, const float* D, const float* dt_bias,
-    // state parts, slots are *_stride elements apart
-    const state_t* checkpoint_in, const int* position_in, const activation_t* ring_x_in, const activation_t* ring_B_in,
-    const float* ring_dt_in, const int* error_flag_in,
-    // [rows]
-    const int* seq_lens, const int* window_starts, const int* window_lens, const int* state_batch_indices,
-    int num_tokens, int num_slots, int max_seq_len, int layer, int skip_prefill, int x_stride, int dt_stride,
-    int B_stride, int C_stride, int checkpoint_stride, int position_stride, int ring_x_stride, int ring_B_stride,
-    int ring_dt_stride,
-    // [T, H, P] dense, then the state parts again: in place, written through these
-    activation_t* y, state_t* checkpoint, int* position, activation_t* ring_x, activation_t* ring_B, float* ring_dt,
-    int* error_flag) {
+mamba2_window(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
     const u32 tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;

@@ -170,6 +170,19 @@ DEVICE void bulk_copy_wait(u64* barrier) {
 }
 #endif
 
+// Programmatic dependent launch (KernelConfig.overlaps): such a grid may start while the one before it in its stream ends,
+// and must wait before it touches memory. Launched in any other way both calls do nothing.
+DEVICE void wait_for_previous_grid() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void let_next_grid_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Asks for `bytes` (a multiple of 16, aligned to 16) to be brought into the second-level cache.
 DEVICE void prefetch(const void* global, u32 bytes) {
 #if BULK_COPY

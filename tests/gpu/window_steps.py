@@ -286,8 +286,9 @@ def compare(steps: Steps, implementation, count: int, prefill: bool = True) -> d
     """Errors over `count` calls: relative of all outputs together ("out"), of their worst element ("element", see
     `assert_close`), and the largest relative one of each state part.
 
-    The reference runs on the CPU; after each call the implementation's state is set to the reference's, so errors do
-    not add up. Raises AssertionError if error flags or integer parts differ, or if a token without work is not zero.
+    The reference runs on the CPU, and what it gives is compared on the implementation's device; after each call the
+    implementation's state is set to the reference's, so errors do not add up. Raises AssertionError if error flags or
+    integer parts differ, or if a token without work is not zero.
     """
     device = steps.device
     state = to_device(steps.pool(), "cpu")
@@ -298,8 +299,8 @@ def compare(steps: Steps, implementation, count: int, prefill: bool = True) -> d
     mine = to_device(state, device)
     for number in range(count):
         call = steps.next_call(prefill=prefill)
-        expected = on_cpu.run(reference, state, call_on(call, "cpu"))
-        value = steps.run(implementation, mine, call).cpu()
+        expected = on_cpu.run(reference, state, call_on(call, "cpu")).to(device)
+        value = steps.run(implementation, mine, call)
         where = f"call {number}: slots {call.slots}, lengths {call.lengths}"
         assert int(state.error_flag) == int(mine.error_flag), where
         assert torch.isfinite(value).all(), f"{where}: outputs are not finite"
@@ -310,8 +311,8 @@ def compare(steps: Steps, implementation, count: int, prefill: bool = True) -> d
         difference += float((value.double() - expected.double()).square().sum())
         size += float(expected.double().square().sum())
         worst["element"] = max(worst["element"], _element_error(value, expected))
-        others = decoded({name: tensor.cpu() for name, tensor in mine.tensors.items()})
-        for name, tensor in decoded(state.tensors).items():
+        others, moved = decoded(mine.tensors), {name: tensor.to(device) for name, tensor in state.tensors.items()}
+        for name, tensor in decoded(moved).items():
             other = others[name]
             if tensor.is_floating_point():
                 worst[name] = max(worst.get(name, 0.0), part_error(other, tensor))
@@ -353,8 +354,8 @@ def judge(steps: Steps, implementation, count: int, prefill: bool = True) -> flo
 def _sequence_error(steps: Steps, inputs: list[list[torch.Tensor]], outputs: list[torch.Tensor]) -> float:
     if not inputs or not sum(part.shape[0] for part in outputs):
         return 0.0
-    packed = [torch.cat(parts).cpu() for parts in zip(*inputs, strict=True)]
-    constants, value = [constant.cpu() for constant in steps.constants], torch.cat(outputs).cpu()
+    packed = [torch.cat(parts) for parts in zip(*inputs, strict=True)]
+    constants, value = steps.constants, torch.cat(outputs)
     if steps.geometry.kind == "mamba2":
         expected, _ = recurrence.mamba2_recurrence(*packed, *constants)
     elif steps.geometry.kind == "gdn":

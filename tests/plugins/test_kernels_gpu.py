@@ -86,10 +86,7 @@ def make(case: str, **options) -> Steps:
 def test_matches_the_reference(case: str) -> None:
     """Outputs, state and error flags over calls that mix every kind of row, from a poisoned pool."""
     steps = make(case, rows=4 if case in ODD else 3)
-    torch.set_num_threads(8)
-    worst = compare(steps, launch, 24 if case in ODD else 8)
-    torch.set_num_threads(1)
-    assert_close(worst, steps)
+    assert_close(compare(steps, launch, 24 if case in ODD else 8), steps)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +169,8 @@ def test_order_of_blocks_does_not_matter(case: str) -> None:
         call = steps.next_call(prefill=False)
         outputs = []
         for order, state in enumerate(states):
-            disturbed = (*config.defines, ("DISTURB", 100 * number + order)) if order else config.defines
+            # Few different orders, because each is another compilation.
+            disturbed = (*config.defines, ("DISTURB", 100 * (number % 3) + order)) if order else config.defines
             run = partial(getattr(launch, name), config=replace(config, defines=disturbed))
             outputs.append(steps.run(SimpleNamespace(**{name: run}), state, call))
         for output, state in zip(outputs[1:], states[1:], strict=True):
@@ -181,10 +179,11 @@ def test_order_of_blocks_does_not_matter(case: str) -> None:
                 assert torch.equal(tensor.view(torch.uint8), states[0][part].view(torch.uint8)), part
 
 
+@pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("batch", [0, 1, 257, 1024])
-def test_rows_do_not_depend_on_the_batch(batch: int) -> None:
+def test_rows_do_not_depend_on_the_batch(batch: int, window: int) -> None:
     """A row among many gives the bits that it gives alone."""
-    geometry, settings = Mamba2Geometry(16, 64, 128, 2), ReplaySettings(max_window=2)
+    geometry, settings = Mamba2Geometry(16, 64, 128, 2), ReplaySettings(max_window=window)
     steps = Steps(geometry, settings, slots=1025, rows=1, device="cuda:0")
     state = allocate_state(geometry, settings, 1025, "cuda:0")
     for part in ("checkpoint", "ring_x", "ring_B"):

@@ -228,6 +228,8 @@ DEVICE void prefetch_sector(const void* global, bool wanted = true) {
 }
 DEVICE void disturb() {}
 DEVICE void hold_until_here(u32&) {}
+DEVICE void wait_for_previous_grid() {}
+DEVICE void let_next_grid_start() {}
 DEVICE long long offset_of(int index, int stride) { return (long long)index * stride; }
 DEVICE void bulk_copy_start(void* shared, const void* global, u32 bytes, u64* barrier) {
     if (bytes % 16 || (uintptr_t)global % 16) { std::fprintf(stderr, "emulation: bad bulk copy\n"); std::abort(); }
