@@ -5,7 +5,7 @@
 //
 // Stamped in: NUM_K_HEADS, NUM_V_HEADS, HEAD_K_DIM, HEAD_V_DIM, ROW_TILES, CTA_ROWS, CTA_WARPS, BUFFER_LEN, MAX_WINDOW,
 // STATE_FORMAT, STOCHASTIC, READOUT_FORMAT, ACTIVATION_FORMAT, U_PLANES, U_FROM_CHECKPOINT, BULK_COPY, MIN_CTAS,
-// EARLY_16THS, ORDERED_ROWS, AHEAD_ROWS, AHEAD_TILE, SHARED_BYTES.
+// EARLY_16THS, ORDERED_ROWS, SHARED_BYTES.
 #define HEADS NUM_V_HEADS
 #define GROUPS NUM_K_HEADS
 #define ROWS HEAD_V_DIM
@@ -89,39 +89,49 @@ gdn_readout(
     };
     const auto ordered_row = [&] {
         return row_at(blockIdx.y, shared.early_rows, [&](u32 row) {
-            const int slot = state_batch_indices[row], seq_len = seq_lens[row];
-            return slot >= 0 && slot < num_slots && may_fold(seq_len, position_of(slot), window_lens[row]);
+            const int slot = state_batch_indices[row], seq_len = seq_lens[row], length = window_lens[row];
+            const bool has_slot = slot >= 0 && slot < num_slots;
+            return may_fold(seq_len, position_of(has_slot ? slot : 0), length) && has_slot;
         });
     };
-    // The readout of the row that this place's successor on the multiprocessor will work on, as far as that can be told.
-    int later_slot = -1;
-    if (AHEAD_ROWS && blockIdx.y + AHEAD_ROWS < gridDim.y) later_slot = state_batch_indices[blockIdx.y + AHEAD_ROWS];
     u32 batch_row = blockIdx.y;
-    bool is_placed = !rows_are_ordered();
-    if (!is_placed && batch_row < early_places()) batch_row = ordered_row(), is_placed = true;
+    // Whether the row's place is known, and whether to look for it. The decode kernel looks in two places of the program,
+    // others in one, which is what costs least registers.
+    bool is_placed = !rows_are_ordered(), look = !is_placed && batch_row < early_places();
+    if (ONE && look) batch_row = ordered_row(), is_placed = true, look = false;
     Readout own_readout;
     Row row;
+    u32 raw_a, raw_b;
     for (;;) {
+        if (look && !ONE) batch_row = ordered_row(), is_placed = true, look = false;
         // All that is known before the slot, then all that the slot tells: nothing here waits for more than the slot.
         const int slot = state_batch_indices[batch_row], seq_len = seq_lens[batch_row];
         const int start = window_starts[batch_row], window_length = window_lens[batch_row];
         const bool has_slot = slot >= 0 && slot < num_slots;
         const int position_now = has_slot ? position_of(slot) : 0;
-        own_readout.load(STATE_ROWS(has_slot ? slot : 0).from(own_row), own_scales);
+        const int own_row_here = own_row, k_column_here = k_column;
+        own_readout.load(STATE_ROWS(has_slot ? slot : 0).from((int)own_row_here), own_scales);
         // The window's v and queries, as far as there are any.
         const bool readable = start >= 0 && window_length >= 0 && (long long)start + window_length <= num_tokens;
         const int readable_length = !readable ? 0 : window_length < MAX_WINDOW ? window_length : MAX_WINDOW;
         for_window_chunks<CTA_ROWS, 32>(readable_length, lane, [&](int w, int offset) {
-            copy_async_16(own_v + w * CTA_ROWS + offset, v + (offset_of(start + w, v_stride) + (own_row + offset)), true);
+            copy_async_16(own_v + w * CTA_ROWS + offset, v + (offset_of(start + w, v_stride) + ((int)own_row_here + offset)), true);
         });
         copy_async_commit();
-        normalize_queries(shared.queries, shared.half_queries, q + k_column, q_stride, k + k_column, k_stride, start,
-                          readable_length);
+        raw_a = raw_b = 0;
+        if (has_gates && lane < readable_length) {
+            raw_a = a[offset_of(start + lane, a_stride) + gate_head];
+            raw_b = b[offset_of(start + lane, b_stride) + gate_head];
+        }
+        normalize_queries(shared.queries, shared.half_queries, q + k_column_here, q_stride, k + k_column_here, k_stride,
+                          start, readable_length);
         row = make_row(slot, seq_len, start, window_length, position_now, num_tokens, num_slots, max_seq_len, MAX_HISTORY);
         if (is_placed || !has_slot || !may_fold(seq_len, position_now, window_length)) break;
         // This row has gone to the front, and another one has come here.
         copy_async_wait();
         sync_threads();
+        look = true;
+        if constexpr (!ONE) continue;
         const u32 other = ordered_row();
         is_placed = true;
         if (other == batch_row) break;
@@ -160,24 +170,19 @@ gdn_readout(
     const int first_entry = (u32)row.checkpoint_position % RING_LEN;
     u16* own_u = shared.u + warp * U_SIZE;
     stage_u(own_u, ring_u_in + (offset_of(slot, ring_u_stride) + u_column), first_entry, history);
-    float g_past = 0.f, log_A = 0.f, bias = 0.f;
-    u32 raw_a = 0, raw_b = 0;
-    if (has_gates) log_A = A_log[gate_head], bias = dt_bias[gate_head];
-    if (has_gates && lane < length) {
-        raw_a = a[offset_of(start + lane, a_stride) + gate_head];
-        raw_b = b[offset_of(start + lane, b_stride) + gate_head];
-    }
+    float g_past = 0.f;
     if (has_gates && lane < history)
         g_past = ring_g_in[offset_of(slot, ring_g_stride) + (wrapped(first_entry + lane) * HEADS + gate_head)];
     stage_history<COLUMNS, KEY_STRIDE, GROUPS * COLUMNS, THREADS>(
         shared.k, ring_k_in + (offset_of(slot, ring_k_stride) + k_column), first_entry, history, history, tid);
     if (flush && row.checkpoint_position > 0 && lane == 0)
         prefetch(STATE_ROWS(slot).checkpoint + own_row * COLUMNS, CTA_ROWS * COLUMNS * sizeof(state_t));
-    if (AHEAD_ROWS && later_slot >= 0 && later_slot < num_slots && lane == 0) {
-        const StateRows rows = STATE_ROWS(later_slot).from(own_row);
-        prefetch(rows.codes, CTA_ROWS * CODE_BYTES);
-        if (NVFP4 && AHEAD_TILE) prefetch(rows.block_scales, CTA_ROWS * BLOCK_SCALE_BYTES);
-        prefetch_sector(position_in + (offset_of(later_slot, position_stride) + tile_index));
+    float g_new = 0.f;
+    if (has_gates && lane < length) {
+        g_new = -expf(A_log[gate_head]) * softplus(activation_to_float(raw_a) + dt_bias[gate_head]);
+        shared.gates[gate_head - first_head].beta[lane] = sigmoid(activation_to_float(raw_b));
+        if (gate_head * CTAS_PER_HEAD >= first_part)
+            ring_g[offset_of(slot, ring_g_stride) + (wrapped((u32)seq_len % RING_LEN + lane) * HEADS + gate_head)] = g_new;
     }
     // The state's products need neither the history nor the gates, which are still on their way.
     copy_async_commit();
@@ -190,14 +195,10 @@ gdn_readout(
     if (row.checkpoint_position > 0 && !flush)
         products.compute(stage, own_readout, STATE_ROWS(slot).from(own_row), own_scales, state_queries, shared.queries);
     if (has_gates) {
-        const int first_new = (u32)seq_len % RING_LEN;
-        // Held back, or else comparisons with them are kept in registers from further up.
-        u32 history_now = history, length_now = length;
-        hold_until_here(history_now), hold_until_here(length_now);
-        const float g_new = lane < (int)length_now ? -expf(log_A) * softplus(activation_to_float(raw_a) + bias) : 0.f;
-        shared.gates[gate_head - first_head].scan(g_past, g_new, activation_to_float(raw_b), (int)history_now);
-        if (gate_head * CTAS_PER_HEAD >= first_part && lane < (int)length_now)
-            ring_g[offset_of(slot, ring_g_stride) + (wrapped(first_new + lane) * HEADS + gate_head)] = g_new;
+        // Held back, or else a comparison with it is kept in a register from further up.
+        u32 history_now = history;
+        hold_until_here(history_now);
+        shared.gates[gate_head - first_head].scan(g_past, g_new, (int)history_now);
     }
     copy_async_wait();
     sync_threads();
@@ -210,7 +211,10 @@ gdn_readout(
                      first_row, ROUNDING_KEY(head, row.seq_len));
         sync_threads();
         // An empty history from here on, and the readout as it has been stored.
-        slot = state_batch_indices[batch_row];
+        // What was known of the row is read again: kept through the fold it would cost registers.
+        hold_until_here(batch_row);
+        slot = state_batch_indices[batch_row], seq_len = seq_lens[batch_row];
+        start = window_starts[batch_row], length = window_lens[batch_row];
         own_readout.load(STATE_ROWS(slot).from(own_row), own_scales);
         for (int i = lane; i < U_SIZE / 8; i += 32) ((uint4*)own_u)[i] = make_uint4(0, 0, 0, 0);
         history = 0;
@@ -220,11 +224,7 @@ gdn_readout(
         products.compute(stage, own_readout, STATE_ROWS(slot).from(own_row), own_scales, state_queries, shared.queries);
     }
 
-    if (!ONE || flush) {
-        // Kept until here all that would cost registers.
-        slot = state_batch_indices[batch_row], seq_len = seq_lens[batch_row];
-        start = window_starts[batch_row], length = window_lens[batch_row];
-    }
+    // Held back: addresses that are computed from them further up would cost registers.
     u32 slot_now = slot, start_now = start, thread_now = threadIdx.x;
     hold_until_here(slot_now), hold_until_here(start_now), hold_until_here(thread_now);
     const u32 index_now = blockIdx.x * WARPS + thread_now / 32;

@@ -85,9 +85,9 @@ struct Gates {
     float beta[MAX_WINDOW];
     float history;  // decay of the history
 
-    // Lane k passes the log decay g of history token k (zero beyond it), lane w that of window token w, and its raw beta.
-    // Every sum runs over its own terms: differences of one running sum would cancel.
-    DEVICE_MEMBER void scan(float g_past, float g_new, float raw_beta, int history) {
+    // Lane k passes the log decay g of history token k (zero beyond it), lane w that of window token w. Every sum runs over
+    // its own terms: differences of one running sum would cancel. Leaves beta alone.
+    DEVICE_MEMBER void scan(float g_past, float g_new, int history) {
         const int lane = threadIdx.x % 32;
         float suffix = g_past, sum = g_new;
 #pragma unroll
@@ -103,10 +103,7 @@ struct Gates {
         const float behind = shuffle_down(suffix, 1);
         if (lane < TOKEN_ROWS) past[lane] = lane < history ? decay_of(lane < 31 ? behind : 0.f) : 0.f;
         const float total = shuffle_from(suffix, 0);
-        if (lane < MAX_WINDOW) {
-            prefix[lane] = sum, window[lane] = decay_of(sum), all[lane] = decay_of(total + sum);
-            beta[lane] = sigmoid(raw_beta);
-        }
+        if (lane < MAX_WINDOW) prefix[lane] = sum, window[lane] = decay_of(sum), all[lane] = decay_of(total + sum);
         if (lane == 0) this->history = decay_of(total);
     }
 };

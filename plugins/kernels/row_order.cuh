@@ -50,9 +50,19 @@ DEVICE float bits_before(u32 word) {
 template <class Early>
 DEVICE u32 row_at(u32 place, u32* words, const Early& early) {
     const u32 lane = threadIdx.x % 32u, rows = gridDim.y;
-    for (u32 first = threadIdx.x / 32u * 32; first < rows; first += THREADS) {
-        const u32 word = ballot(first + lane < rows && early(first + lane));
-        if (lane == 0) words[first / 32] = word;
+    constexpr int AT_ONCE = 256 / THREADS > 0 ? 256 / THREADS : 1;  // rows of a thread whose reads travel together
+    for (u32 first = threadIdx.x / 32u * 32; first < rows; first += THREADS * AT_ONCE) {
+        bool is_early[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const u32 row = first + i * THREADS + lane;
+            is_early[i] = early(row < rows ? row : rows - 1) && row < rows;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const u32 word = ballot(is_early[i]);
+            if (lane == 0 && first + i * THREADS < rows) words[first / 32 + i * WARPS] = word;
+        }
     }
     sync_threads();
     const u32 word = lane < (rows + 31) / 32 ? words[lane] : 0u;
