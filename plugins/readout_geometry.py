@@ -25,7 +25,7 @@ WARPS = 4
 REGISTERS_WANTED = 128
 """Registers per thread. H200, batch 256, super120b, fp16 stochastic with nvfp4, by blocks of a multiprocessor: decode
 4: 152 us, 5: 162, 6: 170 (spilling in the flush); verify of 5 without a flush 105, 101, 99, with one 861, 885, 980.
-Architectures from 10.0 on, whose code would spill, get 160."""
+Architectures whose code would spill get 160: from 10.0 on and, of GDN, before 9.0."""
 
 REGISTERS_OF_GDN_DECODE = 96
 """The same, H200, qwen4b, by blocks of a multiprocessor: decode 4: 69.5 us, 5: 68.7, 6: 73.2 (spilling in the flush);
@@ -88,8 +88,10 @@ def readout_config(
     shared, threads = _shared_bytes(kernel, geometry, settings, count, warps, several), 32 * warps
     if min_ctas is None:
         # A quarter of a multiprocessor's registers serves a quarter of its warps.
-        decode = geometry.kind == "gdn" and settings.max_window == 1 and settings.readout_dtype == "nvfp4"
-        registers = 160 if arch >= 100 else REGISTERS_OF_GDN_DECODE if decode and arch == 90 else REGISTERS_WANTED
+        gdn = geometry.kind == "gdn"
+        registers = 160 if arch >= 100 or (gdn and arch < 90) else REGISTERS_WANTED
+        if gdn and arch == 90 and settings.max_window == 1 and settings.readout_dtype == "nvfp4":
+            registers = REGISTERS_OF_GDN_DECODE
         per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * registers)
         fewest = wanted[3] or 4 * per_quarter // warps
         min_ctas = max(1, min(fewest, limits.shared_per_sm // (shared + 1024), 16))

@@ -27,7 +27,8 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def variants() -> list:
     """What is fast everywhere; the other formats on the oldest and on one architecture with all instructions."""
     chosen = [(SUPER, NVFP4 | {"max_window": 1 if arch % 20 else 5}, arch, False) for arch in geo.ARCHITECTURES]
-    chosen += [(QWEN, NVFP4 | {"max_window": 5 if arch % 20 else 1}, arch, False) for arch in (80, 90, 120)]
+    chosen += [(QWEN, NVFP4 | {"max_window": 5 if arch % 20 else 1}, arch, False) for arch in geo.ARCHITECTURES]
+    chosen.append((QWEN, NVFP4, 90, False))
     for arch, geometry in ((80, NANO), (90, QWEN)):
         chosen.append((geometry, {"readout_dtype": "float8", "max_window": 2}, arch, False))
         chosen.append((geometry, {"state_dtype": "float8"}, arch, False))
