@@ -96,6 +96,11 @@ TABLE: dict[tuple[str, int, int], int] = {
     ("gdn_window", 256, 128): 64,  # qwen122b fp16: 225, 387; bf16: 214, 369
 }
 
+WAVES = 0.6
+"""Blocks there must be for each that can run at once, before blocks are made larger. H200, windows of 5, fp32, by parts
+that a block works through, 1, 2, 4 and 8: qwen122b, batch 256: 591, 457, 374, 375 us (with 8 tokens of history: 313 at
+4, 303 at 8); batch 64: 155, 124, 106, 108. At 2 and 4, batch 16: qwen122b 40, 39; qwen4b 26, 22."""
+
 REGISTERS_PER_SM = 65536
 REGISTERS_WANTED = {"mamba2_window": 96, "mamba2_decode": 96, "gdn_decode": 96}
 """Registers per thread below which a kernel would spill (104 where nothing is said); limits how many blocks are asked
@@ -173,13 +178,23 @@ def window_config(
         )
     count = max(fitting)
     shared = _shared_bytes(kernel, geometry, settings, count)
+    gdn = {}
+    if kernel == "gdn_window":
+        from replayssm.plugins import gdn_geometry  # which needs this module
+
+        gdn = gdn_geometry.parts_defines(geometry, settings, arch, count, embedded)
+        shared = gdn_geometry.shared_bytes(geometry, settings, count, **gdn)
     threads = 32 * (round_up(count, 16) // 16)
     small = kernel == "mamba2_decode" and _state_bytes(settings) == 2 and columns <= 128 and settings.buffer_len <= 16
     registers = REGISTERS_OF_SMALL_DECODE if small else REGISTERS_WANTED.get(kernel, 104)
+    if gdn:
+        registers = gdn_geometry.registers_wanted(settings, gdn["STAGES"])
     min_ctas = max(1, min(limits.shared_per_sm // (shared + 1024), REGISTERS_PER_SM // (threads * registers), 16))
     blocks = heads * (rows // count)
     if ahead_rows is None:
-        ahead_rows = _ahead_rows(limits, min_ctas, blocks, count * columns * _state_bytes(settings))
+        # Blocks of many parts wait for their rings too seldom: windows of 5, qwen122b 378 us at 0, 381 at 26.
+        several = gdn.get("MAX_PARTS", 1) > 1
+        ahead_rows = 0 if several else _ahead_rows(limits, min_ctas, blocks, count * columns * _state_bytes(settings))
     defines = {
         **geometry_defines(geometry),
         "ROW_TILES": geometry.row_tiles,
@@ -193,6 +208,7 @@ def window_config(
         "AHEAD_ROWS": ahead_rows,
         "SHARED_BYTES": shared,
     }
+    defines |= gdn
     if geometry.kind == "gdn":
         defines["U_PLANES"] = settings.u_planes[0]
         defines["U_EXACT"] = int(settings.u_format == "exact")
@@ -299,6 +315,17 @@ def _check(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, row
         raise UnsupportedGeometryError(f"{geometry.kind}_window has no kernel: {'; '.join(reasons)}")
 
 
+def window_blocks(config: KernelConfig, rows: int, arch: int) -> int:
+    """Blocks along x of a call of `rows` rows: as few, working through as many parts of the state each, as still fill
+    the GPU."""
+    defines = dict(config.defines)
+    blocks, parts = config.blocks_x, defines.get("MAX_PARTS", 1)
+    enough = WAVES * architecture(arch).multiprocessors * defines.get("MIN_CTAS", 1)
+    while parts > 1 and blocks // parts * rows < enough:
+        parts = max(count for count in range(1, parts) if parts % count == 0)
+    return blocks // parts
+
+
 def _state_bytes(settings: ReplaySettings) -> int:
     return 4 if settings.state_dtype == "float32" else 2
 
@@ -364,19 +391,10 @@ def _shared_bytes(kernel: str, geometry: Mamba2Geometry | GdnGeometry, settings:
     elif kernel == "gdn_decode":
         warps = padded // 16
         partials = min(-(-columns // 32), warps) * 2 * round_up(history, 16) * 4
-        total = tile + settings.u_planes[0] * history * values + history * row + warps * 4 * columns + partials + 8
+        u = warps * settings.u_planes[0] * history * 32
+        total = tile + u + history * row + warps * 4 * columns + partials + 8
     else:
-        planes = settings.u_planes[0]
-        scaled = settings.state_dtype == "float16" and settings.activation_dtype == "bfloat16"
-        matrices = 2 * window_rows * window_rows * 4 if window > 1 else 16
-        gates = (round_up(history, 16) + 3 * window_rows + 1) * 4
-        total = (
-            tile
-            + history * row
-            + 2 * window * row
-            + (2 * window * row if scaled else 16)
-            + planes * history * values
-            + matrices
-            + gates
-        )
+        from replayssm.plugins import gdn_geometry  # which needs this module
+
+        return gdn_geometry.shared_bytes(geometry, settings, cta_rows)
     return round_up(round_up(total, 8) + 8, 128)

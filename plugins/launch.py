@@ -124,7 +124,7 @@ def _launch_window(
     config = config or geo.window_config(state.geometry, state.settings, arch)
     prefill = prefill_kernel(state, packed.shape[0], rows, arch)
     values = arguments(skip_prefill=prefill is not None)
-    launch(config, values, packed.device, rows)
+    launch(config, values, packed.device, rows, blocks_x=geo.window_blocks(config, rows, arch))
     if prefill is not None:
         launch(prefill, values, packed.device, rows)
 

@@ -60,7 +60,11 @@ def prefill_config(
             f"{capacity} bytes of shared memory"
         )
     fitting = _fitting(geometry, candidates, chosen, capacity)
-    count = min(fitting, key=lambda count: (_cost(count, heads * (headdim // count) * prompts, limits), -count))
+    # Of equals the smallest that is no waste. H200, qwen4b, 4,096 tokens of one prompt: 303 us at 32 rows, 318 at 64.
+    count = min(
+        fitting,
+        key=lambda count: (_cost(count, heads * (headdim // count) * prompts, limits), max(count, 32), -count),
+    )
     swizzle, shared_bytes = fitting[count]
     defines = {
         **geo.geometry_defines(geometry),

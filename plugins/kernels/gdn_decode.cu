@@ -25,7 +25,7 @@ constexpr int DECODE_FOLD_UNROLL = 2;
 
 struct Shared {
     alignas(128) state_t tile[PADDED_ROWS * COLUMNS];
-    alignas(16) u16 u[U_PLANES][HISTORY_ROWS * VALUE_STRIDE];
+    alignas(16) u16 u[WARPS][U_ROWS * 16];
     alignas(16) activation_t k[HISTORY_ROWS * TOKEN_STRIDE];   // of a history that is folded
     alignas(16) activation_t queries[WARPS][2][COLUMNS];       // q and k, every warp its own
     alignas(8) float partial[PARTIALS][2][16 * HISTORY_TILES];  // of q . k and k . k; row 0: of the new token's k
@@ -95,23 +95,25 @@ DEVICE float dot(const state_t* tile, const activation_t* queries) {
 
 // Folds the history, stores the state and returns what `dot` does of the stored state.
 DEVICE float fold_and_dot(const state_t* tile, state_t* global, bool has_state, float decay,
-                          const float (&weights)[HISTORY_TILES][4], const u16* const (&planes)[U_PLANES],
-                          const activation_t* tokens, const activation_t* queries) {
+                          const float (&weights)[HISTORY_TILES][4], const u16* u, const activation_t* tokens,
+                          const activation_t* queries) {
     const u32 lane = threadIdx.x % 32, t = lane % 4;
     // Rows g and g + 8; blocks of columns alternate between two sums, which two lanes hold in `dot`.
     float sum[2][2] = {}, next[2][2] = {};
-    const auto multiply = [&](int column, const float(&s0)[LANE_COLUMNS], const float(&s1)[LANE_COLUMNS]) {
+    const auto multiply = [&](int block, const float(&s0)[LANE_COLUMNS], const float(&s1)[LANE_COLUMNS]) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float query[LANE_COLUMNS];
-            load_query(queries + i * COLUMNS, column + (int)t * LANE_COLUMNS, query);
+            load_query(queries + i * COLUMNS, block * BLOCK_COLUMNS + (int)t * LANE_COLUMNS, query);
             float now[2] = {sum[0][i], sum[1][i]};
             add_columns(now[0], s0, query);
             add_columns(now[1], s1, query);
             sum[0][i] = next[0][i], sum[1][i] = next[1][i], next[0][i] = now[0], next[1][i] = now[1];
         }
     };
-    fold_tile<DECODE_FOLD_UNROLL>(tile, global, has_state, decay, weights, planes, tokens, multiply);
+    FoldedU folded;
+    folded.load(u, weights);
+    fold_rows<DECODE_FOLD_UNROLL>(tile, global, has_state, decay, folded, tokens, multiply);
     float total[2][2];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -128,7 +130,7 @@ DEVICE float fold_and_dot(const state_t* tile, state_t* global, bool has_state, 
 
 // The history's part of what q (even lanes) and k read for the lane's own row, decayed to the end of the history.
 DEVICE float history_product(const float (*partial)[2][16 * HISTORY_TILES], const float (&weights)[HISTORY_TILES][4],
-                             const u16* const (&planes)[U_PLANES]) {
+                             const u16* u) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     float sum[1][4] = {};
 #pragma unroll
@@ -142,7 +144,7 @@ DEVICE float history_product(const float (*partial)[2][16 * HISTORY_TILES], cons
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) value[0][i] *= weights[m][i];
-        add_history<false>(sum, value, planes, m);
+        add_history(sum, value, u, u_of_lane(), m);
     }
     // Lane 4 g + t holds q and k of rows g and g + 8.
     const float chosen = t == 0 ? sum[0][0] : t == 1 ? sum[0][1] : t == 2 ? sum[0][2] : sum[0][3];
@@ -210,10 +212,30 @@ gdn_decode(
         raw_a = a[offset_of(start, a_stride) + block.head];
         raw_b = b[offset_of(start, b_stride) + block.head];
     }
+    // Row k of the history is the token HISTORY_ROWS - k before the new one, so its ring entry does not depend on the
+    // checkpoint position, and where to find it is known before; rows before the checkpoint are no history.
     const activation_t* slot_ring_k = ring_k_in + (offset_of(slot, ring_k_stride) + k_column);
     const u16* slot_ring_u = ring_u_in + (offset_of(slot, ring_u_stride) + u_column);
     const float* slot_ring_g = ring_g_in + (offset_of(slot, ring_g_stride) + block.head);
     const int new_entry = (u32)seq_len % RING_LEN;
+    const auto entry_of = [&](int index) {
+        const int e = new_entry - HISTORY_ROWS + index;
+        return e < 0 ? e + RING_LEN : e;
+    };
+    const float* from_g = computed(slot_ring_g + entry_of(lane) * HEADS);
+    const activation_t* from_k[HISTORY_BLOCKS];
+#pragma unroll
+    for (int r = 0; r < HISTORY_BLOCKS; r++)
+        from_k[r] = computed(slot_ring_k + (entry_of(8 * r + g) * (GROUPS * COLUMNS) + score_column(0)));
+    constexpr int U_CHUNKS = U_PLANES * CTA_ROWS / 8, U_STEPS = (HISTORY_ROWS * U_CHUNKS + THREADS - 1) / THREADS;
+    const u16* from_u[U_STEPS];
+#pragma unroll
+    for (int s = 0; s < U_STEPS; s++) {
+        const u32 i = s * THREADS + tid;
+        const int plane = i % U_CHUNKS / (CTA_ROWS / 8), chunk = i % (CTA_ROWS / 8);
+        const int entry = entry_of(i / U_CHUNKS);
+        from_u[s] = computed(slot_ring_u + (entry * (HEADS * U_PLANES * ROWS) + plane * ROWS + chunk * 8));
+    }
 
     activation_t* output = o + v_column;
     const int c = seq_len ? tile_position : 0, history = seq_len - c, first = HISTORY_ROWS - history;
@@ -221,40 +243,34 @@ gdn_decode(
     if (!has_slot || !decodes || (u32)seq_len >= (u32)max_seq_len || (u32)seq_len - (u32)c > (u32)MAX_HISTORY) {
         const Row row = make_row(slot, seq_len, start, window_length, tile_position, num_tokens, num_slots, max_seq_len,
                                  MAX_HISTORY);
-        const SerialInputs inputs = {
-            q + (offset_of(start, q_stride) + k_column), k + (offset_of(start, k_stride) + k_column),
-            v + (offset_of(start, v_stride) + v_column), a + (offset_of(start, a_stride) + block.head),
-            b + (offset_of(start, b_stride) + block.head), q_stride, k_stride, v_stride, a_stride, b_stride,
-            slot_ring_k, slot_ring_u, slot_ring_g, -expf(log_A), bias};
-        finish_other_row(row, has_slot, &shared.barrier, skip_prefill, inputs, slot_state,
+        const SerialInputs inputs = {q + (offset_of(start, q_stride) + k_column), k + (offset_of(start, k_stride) + k_column),
+                                     v + (offset_of(start, v_stride) + v_column), a + (offset_of(start, a_stride) + block.head),
+                                     b + (offset_of(start, b_stride) + block.head), q_stride, k_stride, v_stride, a_stride,
+                                     b_stride, slot_ring_k, slot_ring_u, slot_ring_g, -expf(log_A), bias};
+        copy_async_wait();
+        sync_threads();
+        if (has_slot) tile_copy_wait(&shared.barrier);
+        finish_other_row(row, skip_prefill, inputs, slot_state,
                          checkpoint + (offset_of(slot, checkpoint_stride) + state_offset),
                          position + (offset_of(slot, position_stride) + tile_index), output, error_flag);
         return;
     }
 
     const bool flush = history > 0 && history + 1 > BUFFER_LEN;
-    // Row k of the history is the token HISTORY_ROWS - k before the new one, so its ring entry does not depend on the
-    // checkpoint position; rows before the checkpoint are no history.
-    const auto entry_of = [&](int index) {
-        const int e = new_entry - HISTORY_ROWS + index;
-        return e < 0 ? e + RING_LEN : e;
-    };
-    const float past_g = (int)lane >= first && lane < HISTORY_ROWS ? slot_ring_g[entry_of(lane) * HEADS] : 0.f;
+    const float past_g = (int)lane >= first && lane < HISTORY_ROWS ? *from_g : 0.f;
     uint4 past_k[SCORE_STEPS][HISTORY_BLOCKS];
 #pragma unroll
-    for (int r = 0; r < HISTORY_BLOCKS; r++) {
-        const int index = 8 * r + (int)g;
-        const activation_t* from = slot_ring_k + entry_of(index) * (GROUPS * COLUMNS);
+    for (int r = 0; r < HISTORY_BLOCKS; r++)
 #pragma unroll
         for (int s = 0; s < SCORE_STEPS; s++)
-            past_k[s][r] = load_16(from + score_column(s), index >= first && score_column_exists(s));
+            past_k[s][r] = load_16(from_k[r] + s * WARPS * 32, 8 * r + (int)g >= first && score_column_exists(s));
+#pragma unroll
+    for (int s = 0; s < U_STEPS; s++) {
+        const u32 i = s * THREADS + tid;
+        const int index = i / U_CHUNKS, plane = i % U_CHUNKS / (CTA_ROWS / 8), chunk = i % (CTA_ROWS / 8);
+        if (HISTORY_ROWS * U_CHUNKS % THREADS == 0 || index < HISTORY_ROWS)
+            copy_async_16(shared.u[chunk / 2] + u_offset(index, plane, chunk % 2), from_u[s], index >= first);
     }
-    constexpr int U_CHUNKS = U_PLANES * CTA_ROWS / 8;
-    spread<HISTORY_ROWS * U_CHUNKS>([&](u32 i) {
-        const int index = i / U_CHUNKS, plane = i % U_CHUNKS / (CTA_ROWS / 8), offset = i % (CTA_ROWS / 8) * 8;
-        copy_async_16(shared.u[plane] + index * VALUE_STRIDE + offset,
-                      slot_ring_u + (entry_of(index) * (HEADS * U_PLANES * ROWS) + plane * ROWS + offset), index >= first);
-    });
     if (warp == GATE_WARP) {
         const float g_new = -expf(log_A) * softplus(activation_to_float(raw_a) + bias);
         const float beta = sigmoid(activation_to_float(raw_b));
@@ -359,17 +375,17 @@ gdn_decode(
                          ring_u_in + (offset_of(later.slot, ring_u_stride) + u_column),
                          ring_g_in + (offset_of(later.slot, ring_g_stride) + block.head));
 
-    const u16* planes[U_PLANES];
-#pragma unroll
-    for (int plane = 0; plane < U_PLANES; plane++) planes[plane] = shared.u[plane];
+    const u16* past_u = shared.u[warp];
     float own_score = 0.f, past = 0.f, product = 0.f;
 #pragma unroll
     for (int p = 0; p < PARTIALS; p++) own_score += shared.partial[p][0][0];
-    if (!flush) past = history_product(shared.partial, weights, planes);
+    if (!flush) past = history_product(shared.partial, weights, past_u);
     tile_copy_wait(&shared.barrier);
     if (flush)
-        product = fold_and_dot(shared.tile, checkpoint + (offset_of(slot, checkpoint_stride) + state_offset), c > 0,
-                               decay_of(total), weights, planes, shared.k, queries);
+        product = fold_and_dot(shared.tile + warp * 16 * COLUMNS,
+                               checkpoint + (offset_of(slot, checkpoint_stride) +
+                                             (state_offset + (int)warp * 16 * COLUMNS)),
+                               c > 0, decay_of(total), weights, past_u, shared.k, queries);
     else if (c > 0)
         product = dot(shared.tile, queries);
     // Even lanes hold what q reads, odd ones what k does.
@@ -380,7 +396,8 @@ gdn_decode(
     const float out = QUERY_SCALE * multiply_add(own_score, u, odd ? other : mine);
     if (!owns) return;
     const u32 high = float_to_bf16(u);
-    u16* to_u = ring_u + (offset_of(slot, ring_u_stride) + (new_entry * (HEADS * U_PLANES * ROWS) + u_column + (int)own));
+    u16* to_u =
+        ring_u + (offset_of(slot, ring_u_stride) + (new_entry * (HEADS * U_PLANES * ROWS) + u_column + (int)own));
     u16* to = odd ? to_u : output + (offset_of(start, HEADS * ROWS) + own);
     *to = odd ? (u16)high : float_to_activation(out);
     if (U_PLANES == 2 && !odd) to_u[(U_PLANES - 1) * ROWS] = float_to_bf16(u - bf16_low(high));

@@ -3,14 +3,10 @@
 #pragma once
 #include "gdn_window.cuh"
 
-// A row without work (zeros, and its error bits raised), or a prefill row, which goes token by token unless `skip_prefill`
-// leaves it to gdn_prefill.cu. Waits for the block's copies first. `from`, `to`: the block's part of the checkpoint;
-// `position`: of its tiles.
-DEVICE void finish_other_row(const Row& row, bool has_slot, u64* barrier, bool skip_prefill, const SerialInputs& inputs,
-                             const state_t* from, state_t* to, int* position, activation_t* output, int* error_flag) {
-    copy_async_wait();
-    sync_threads();
-    if (has_slot) tile_copy_wait(barrier);
+// The block's part of a row without work (zeros, and its error bits raised), or of a prefill row, which goes token by token
+// unless `skip_prefill` leaves it to gdn_prefill.cu. `from`, `to`: that part of the checkpoint; `position`: of its tiles.
+DEVICE void finish_other_row(const Row& row, bool skip_prefill, const SerialInputs& inputs, const state_t* from, state_t* to,
+                             int* position, activation_t* output, int* error_flag) {
     if (!row.active) {
         if (row.error && threadIdx.x == 0) atomic_or(error_flag, row.error);
         write_zeros(row, output, HEADS * ROWS);

@@ -1,34 +1,49 @@
-// Gated DeltaNet over a replayed history: decode and verify windows of up to MAX_WINDOW tokens. Longer (prefill) rows
-// belong to gdn_prefill.cu if `skip_prefill` says so, and go token by token otherwise. One thread block per (row of the
-// batch, value head, CTA_ROWS rows of the state). What depends on the window alone is solved once per block, while the
-// state travels: two small matrices then turn what the state and the history say into the window's u and outputs. See
-// plugins/reference/gdn.py.
+// Gated DeltaNet over a replayed history: decode and verify windows of up to MAX_WINDOW tokens, and longer (prefill) rows
+// token by token. A thread block works for one row of the batch, on as many parts of its state, CTA_ROWS rows of a value
+// head each, as the grid is short of: all parts share a key head, and so the ring's k and the window's q and k. What these
+// say is computed once; then every warp runs through its 16 rows of part after part on its own, while the copies of the
+// next STAGES parts are under way. What depends on the window alone is solved once per head: two small matrices turn
+// what the state and the history say into the window's u and outputs. See plugins/reference/gdn.py.
 //
-// Stamped in: NUM_K_HEADS, NUM_V_HEADS, HEAD_K_DIM, HEAD_V_DIM, ROW_TILES, CTA_ROWS, BUFFER_LEN, MAX_WINDOW,
-// STATE_FORMAT, ACTIVATION_FORMAT, U_PLANES, BULK_COPY, MIN_CTAS, AHEAD_ROWS, SHARED_BYTES.
-#include "gdn_replay.cuh"
+// Stamped in: NUM_K_HEADS, NUM_V_HEADS, HEAD_K_DIM, HEAD_V_DIM, ROW_TILES, CTA_ROWS, MAX_PARTS, STAGES,
+// U_REPLACES_QUERIES, BUFFER_LEN, MAX_WINDOW, STATE_FORMAT, ACTIVATION_FORMAT, U_PLANES, BULK_COPY, MIN_CTAS, AHEAD_ROWS,
+// SHARED_BYTES.
 #include "gdn_rows.cuh"
+#include "gdn_solve.cuh"
 
-constexpr int K_CHUNKS = COLUMNS / 8, V_CHUNKS = CTA_ROWS / 8;  // of 16 bytes
+constexpr int K_CHUNKS = COLUMNS / 8;  // of 16 bytes
 // Neighbouring lanes that normalise one row of q or k, a chunk each.
 constexpr int ROW_LANES = K_CHUNKS <= 2 ? 2 : K_CHUNKS <= 4 ? 4 : K_CHUNKS <= 8 ? 8 : K_CHUNKS <= 16 ? 16 : 32;
 constexpr int QUERY_STEPS = (QUERIES * ROW_LANES + THREADS - 1) / THREADS;
-// Warps with a task of their own; the last one asks for the tile and looks ahead.
-constexpr int GATE_WARP = 1 % WARPS, MATRIX_WARP = 2 % WARPS;
+constexpr int PARTS = HEADS * CTAS_PER_HEAD;  // of a row
+constexpr int BLOCK_HEADS = MAX_PARTS < CTAS_PER_HEAD ? 1 : MAX_PARTS / CTAS_PER_HEAD;
+constexpr int HEAD_STEPS = (BLOCK_HEADS + WARPS - 1) / WARPS;
+static_assert(HEADS_PER_GROUP % BLOCK_HEADS == 0, "a block's parts share a key head");
+
+// U_REPLACES_QUERIES: where the warps keep their queries, the place of the window's q and k is needed no longer when they
+// start on the parts, and becomes that of u.
+constexpr int QUERY_ELEMENTS = QUERIES * TOKEN_STRIDE, U_ELEMENTS = WARPS * U_ROWS * 16;
+
+// What the history's u are multiplied by, of all heads, takes the place of its k, unless that is folded.
+constexpr int K_BYTES = HISTORY_ROWS * TOKEN_STRIDE * sizeof(activation_t);
+constexpr int COEFFICIENT_BYTES = BLOCK_HEADS * HISTORY_TILES * QUERY_TILES * 128 * sizeof(float);
 
 struct Shared {
-    alignas(128) state_t tile[PADDED_ROWS * COLUMNS];
-    alignas(16) activation_t k[HISTORY_ROWS * TOKEN_STRIDE];
-    alignas(16) activation_t queries[QUERIES * TOKEN_STRIDE];
+    alignas(128) state_t tile[STAGES][PADDED_ROWS * COLUMNS];
+    alignas(16) unsigned char k_or_coefficients[larger(K_BYTES, COEFFICIENT_BYTES)];
+    alignas(16) activation_t queries[U_REPLACES_QUERIES ? larger(QUERY_ELEMENTS, U_ELEMENTS) : QUERY_ELEMENTS];
     alignas(16) u16 scaled_queries[SCALED_QUERIES ? QUERIES * TOKEN_STRIDE : 8];
-    alignas(16) u16 u[U_PLANES][HISTORY_ROWS * VALUE_STRIDE];
-    alignas(16) WindowMatrices matrices;
-    alignas(16) Gates gates;
-    alignas(8) u64 barrier;
+    alignas(16) u16 u[U_REPLACES_QUERIES ? 8 : U_ELEMENTS];
+    alignas(16) WindowMatrices matrices[BLOCK_HEADS];
+    alignas(16) Gates gates[BLOCK_HEADS];
+    alignas(8) u64 barriers[WARPS][STAGES];
+    // What the last warp has to ask for when the block ends: kept here, as registers are short.
+    LaterRow later;
+    int later_position;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
 
-// body(row, chunk) for all of ROWS_ rows of CHUNKS, spread over the block's threads.
+// body(row, chunk) for all of COUNT rows of CHUNKS, spread over the block's threads.
 template <int COUNT, int CHUNKS, class Body>
 DEVICE void spread_chunks(const Body& body) {
     const u32 tid = threadIdx.x;
@@ -41,6 +56,65 @@ DEVICE void spread_chunks(const Body& body) {
     } else {
         spread<COUNT * CHUNKS>([&](int i) { body((int)((u32)i / CHUNKS), (int)((u32)i % CHUNKS)); });
     }
+}
+
+// L2-normalises the rows of q and k, of which every thread holds chunks, rounds them and leaves them in shared memory.
+// append(w, offset, chunk) gets what is done of k.
+template <class Append>
+DEVICE void normalize_queries(const uint4 (&raw)[QUERY_STEPS], activation_t* queries, u16* scaled_queries,
+                              const Append& append) {
+    const u32 tid = threadIdx.x;
+#pragma unroll
+    for (int s = 0; s < QUERY_STEPS; s++) {
+        if (s * THREADS + tid / 32 * 32 >= QUERIES * ROW_LANES) break;
+        const u32 i = s * THREADS + tid, n = i / ROW_LANES, chunk = i % ROW_LANES;
+        const u32 words[4] = {raw[s].x, raw[s].y, raw[s].z, raw[s].w};
+        float sum = 0.f;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            sum = multiply_add(activation_low(words[e]), activation_low(words[e]), sum);
+            sum = multiply_add(activation_high(words[e]), activation_high(words[e]), sum);
+        }
+#pragma unroll
+        for (int mask = ROW_LANES / 2; mask; mask /= 2) sum += shuffle_xor(sum, mask);
+        const float scale = rsqrtf(sum + L2_NORM_EPS);
+        u32 done[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            done[e] = pack_activations(activation_low(words[e]) * scale, activation_high(words[e]) * scale);
+        const uint4 normal = make_uint4(done[0], done[1], done[2], done[3]);
+        if (n >= QUERIES || chunk >= K_CHUNKS) continue;
+        *(uint4*)(queries + n * TOKEN_STRIDE + chunk * 8) = normal;
+        if constexpr (SCALED_QUERIES) {
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                done[e] = (u32)float_to_fp16(activation_low(done[e]) * QUERY_UPSCALE) |
+                          (u32)float_to_fp16(activation_high(done[e]) * QUERY_UPSCALE) << 16;
+            *(uint4*)(scaled_queries + n * TOKEN_STRIDE + chunk * 8) = make_uint4(done[0], done[1], done[2], done[3]);
+        }
+        if (n >= MAX_WINDOW) append((int)n - MAX_WINDOW, (int)chunk * 8, normal);
+    }
+}
+
+// Asks for the warp's rows of a part; one thread does where there is a copy engine.
+DEVICE void start_rows(state_t* tile, const state_t* global, int rows, u64* barrier) {
+#if BULK_COPY
+    if (threadIdx.x % 32 == 0) bulk_copy_next(tile, global, rows * COLUMNS * sizeof(state_t), barrier);
+#else
+    constexpr int PER_COPY = 16 / sizeof(state_t);
+    for (int i = threadIdx.x % 32u; i < rows * COLUMNS / PER_COPY; i += 32)
+        copy_async_16(tile + i * PER_COPY, global + i * PER_COPY, true);
+#endif
+}
+DEVICE void wait_for_rows(u64* barrier, u32 parity) {
+#if BULK_COPY
+    bulk_copy_wait(barrier, parity);
+#endif
+}
+
+// Column of part `index` of the row's state in a ring entry of u.
+DEVICE int u_column(u32 index) {
+    return (int)(index / CTAS_PER_HEAD * (U_PLANES * ROWS) + index % CTAS_PER_HEAD * CTA_ROWS);
 }
 
 KERNEL(THREADS, MIN_CTAS)
@@ -64,24 +138,48 @@ gdn_window(
     Shared& shared = *(Shared*)memory;
     const u32 tid = threadIdx.x;
     const int lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
-    const Block block = this_block();
-    const int state_offset = (block.head * ROWS + block.first_row) * COLUMNS, tile_index = block.tile;
-    const int k_column = block.group * COLUMNS, v_column = block.head * ROWS + block.first_row;
-    const int u_column = block.head * U_PLANES * ROWS + block.first_row;
+    const u32 parts = (u32)PARTS / gridDim.x, first_part = blockIdx.x * parts;
+    const Block first = part_of_state(first_part);
+    const int k_column = first.group * COLUMNS;
+    const int block_heads = (first_part + parts - 1) / CTAS_PER_HEAD + 1 - first.head;
+    // Of the warp: its rows of a part, and what it keeps of them in shared memory.
+    const int warp_rows = CTA_ROWS % 16 == 0 || warp < WARPS - 1 ? 16 : CTA_ROWS % 16;
+    state_t* const tiles = shared.tile[0] + warp * 16 * COLUMNS;
+    activation_t* const history_k = (activation_t*)shared.k_or_coefficients;
+    float* const coefficients = (float*)shared.k_or_coefficients;
+    u16* const u_past = (U_REPLACES_QUERIES ? shared.queries : shared.u) + warp * (U_ROWS * 16);
+    u64* const barriers = shared.barriers[warp];
 
-    // All that is known before the slot, then all that the slot tells, then the tile: nothing here waits for more than
-    // the row's slot. A fresh sequence ignores the tile.
+    // All that is known before the slot, then all that the slot tells, then the first parts: nothing here waits for more
+    // than the row's slot. A fresh sequence ignores the state.
     const int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
     const int start = window_starts[blockIdx.y], window_length = window_lens[blockIdx.y];
-    const float log_A = A_log[block.head], bias = dt_bias[block.head];
+    // Heads that the warp prepares: every WARPS-th.
+    float log_A[HEAD_STEPS], bias[HEAD_STEPS];
+#pragma unroll
+    for (int s = 0; s < HEAD_STEPS; s++)
+        if (warp + s * WARPS < block_heads)
+            log_A[s] = A_log[first.head + warp + s * WARPS], bias[s] = dt_bias[first.head + warp + s * WARPS];
     const LaterRow later = look_ahead(seq_lens, state_batch_indices, num_slots);
+#if BULK_COPY
+    if (lane == 0) bulk_barriers_init(barriers, STAGES);
+#endif
     const bool has_slot = slot >= 0 && slot < num_slots;
+    const state_t* const slot_state =
+        computed(advance(checkpoint_in, has_slot ? slot : 0, checkpoint_stride) +
+                 (first_part * CTA_ROWS + warp * 16) * COLUMNS);
+    const auto start_part = [&](u32 i) {
+        if (i < parts)
+            start_rows(tiles + i % STAGES * (PADDED_ROWS * COLUMNS), slot_state + i * (CTA_ROWS * COLUMNS), warp_rows,
+                       barriers + i % STAGES);
+    };
     int tile_position = 0, later_position = 0;
     if (has_slot) {
-        tile_position = advance(position_in + tile_index, slot, position_stride)[0];
-        tile_copy_start(shared.tile, advance(checkpoint_in + state_offset, slot, checkpoint_stride), &shared.barrier);
+        tile_position = advance(position_in + first.tile, slot, position_stride)[0];
+#pragma unroll
+        for (int i = 0; i < STAGES; i++) start_part(i);
     }
-    if (later.exists) later_position = advance(position_in + tile_index, later.slot, position_stride)[0];
+    if (later.exists) later_position = position_in[offset_of(later.slot, position_stride) + first.tile];
     // The window's own inputs travel while the checkpoint position does; a row that turns out invalid ignores them.
     // Neither sum overflows unsigned where it counts.
     const bool readable = start >= 0 && window_length >= 0 && (u32)start + (u32)window_length <= (u32)num_tokens;
@@ -97,133 +195,115 @@ gdn_window(
         raw[s] = make_uint4(0, 0, 0, 0);
         if (valid) raw[s] = *(const uint4*)advance(from, start + w, is_q ? q_stride : k_stride);
     }
-    float raw_a = 0.f, raw_b = 0.f;
-    if (warp == GATE_WARP && lane < copied) {
-        raw_a = activation_to_float(advance(a + block.head, start + lane, a_stride)[0]);
-        raw_b = activation_to_float(advance(b + block.head, start + lane, b_stride)[0]);
-    }
-    activation_t* output = o + v_column;
+    u32 raw_a[HEAD_STEPS] = {}, raw_b[HEAD_STEPS] = {};
+#pragma unroll
+    for (int s = 0; s < HEAD_STEPS; s++)
+        if (warp + s * WARPS < block_heads && lane < copied) {
+            raw_a[s] = advance(a + (first.head + warp + s * WARPS), start + lane, a_stride)[0];
+            raw_b[s] = advance(b + (first.head + warp + s * WARPS), start + lane, b_stride)[0];
+        }
     const int c = seq_len ? tile_position : 0, history = seq_len - c, length = window_length;
     const bool in_range = seq_len >= 0 && (u32)seq_len + (u32)length <= (u32)max_seq_len;
     // The ordinary row, in few instructions; make_row says what is wrong with another.
     if (!has_slot || !copied || !in_range || (u32)seq_len - (u32)c > (u32)MAX_HISTORY) {
         const Row row = make_row(slot, seq_len, start, window_length, tile_position, num_tokens, num_slots, max_seq_len,
                                  MAX_HISTORY);
-        const SerialInputs inputs = {
-            q + (long long)row.start * q_stride + k_column, k + (long long)row.start * k_stride + k_column,
-            v + (long long)row.start * v_stride + v_column, a + (long long)row.start * a_stride + block.head,
-            b + (long long)row.start * b_stride + block.head, q_stride, k_stride, v_stride, a_stride, b_stride,
-            ring_k_in + (long long)slot * ring_k_stride + k_column,
-            ring_u_in + (long long)slot * ring_u_stride + u_column,
-            ring_g_in + (long long)slot * ring_g_stride + block.head, -expf(log_A), bias};
-        finish_other_row(row, has_slot, &shared.barrier, skip_prefill, inputs,
-                         advance(checkpoint_in + state_offset, slot, checkpoint_stride),
-                         advance(checkpoint + state_offset, slot, checkpoint_stride),
-                         advance(position + tile_index, slot, position_stride), output, error_flag);
+        copy_async_wait();
+        sync_threads();
+        if (has_slot)
+#pragma unroll
+            for (int i = 0; i < STAGES; i++)
+                if (i < (int)parts) wait_for_rows(barriers + i, 0);
+        for (u32 i = 0; i < parts; i++) {
+            const Block part = part_of_state(first_part + i);
+            const int v_column = part.head * ROWS + part.first_row;
+            const SerialInputs inputs = {
+                q + (offset_of(row.start, q_stride) + k_column), k + (offset_of(row.start, k_stride) + k_column),
+                v + (offset_of(row.start, v_stride) + v_column), a + (offset_of(row.start, a_stride) + part.head),
+                b + (offset_of(row.start, b_stride) + part.head), q_stride, k_stride, v_stride, a_stride, b_stride,
+                ring_k_in + (offset_of(slot, ring_k_stride) + k_column),
+                ring_u_in + (offset_of(slot, ring_u_stride) + (part.head * U_PLANES * ROWS + part.first_row)),
+                ring_g_in + (offset_of(slot, ring_g_stride) + part.head), -expf(A_log[part.head]), dt_bias[part.head]};
+            const long long state = offset_of(slot, checkpoint_stride) + v_column * COLUMNS;
+            finish_other_row(row, skip_prefill, inputs, checkpoint_in + state, checkpoint + state,
+                             position + (offset_of(slot, position_stride) + part.tile), o + v_column, error_flag);
+        }
         return;
     }
 
     const bool flush = history > 0 && history + length > BUFFER_LEN;
     const int first_entry = (u32)c % RING_LEN, first_new = wrapped(first_entry + history);  // in the ring
-    float g_past = 0.f;
-    if (warp == GATE_WARP && lane < history)
-        g_past = advance(ring_g_in + block.head, slot, ring_g_stride)[wrapped(first_entry + lane) * HEADS];
+    float g_past[HEAD_STEPS] = {};
+    const float* slot_ring_g = advance(ring_g_in + first.head, slot, ring_g_stride);
+#pragma unroll
+    for (int s = 0; s < HEAD_STEPS; s++)
+        if (warp + s * WARPS < block_heads && lane < history)
+            g_past[s] = slot_ring_g[wrapped(first_entry + lane) * HEADS + warp + s * WARPS];
     const activation_t* slot_ring_k = advance(ring_k_in + k_column, slot, ring_k_stride);
-    const u16* slot_ring_u = advance(ring_u_in + u_column, slot, ring_u_stride);
     spread_chunks<HISTORY_ROWS, K_CHUNKS>([&](int j, int chunk) {
-        copy_async_16(shared.k + j * TOKEN_STRIDE + chunk * 8,
+        copy_async_16(history_k + j * TOKEN_STRIDE + chunk * 8,
                       advance(slot_ring_k + chunk * 8, wrapped(first_entry + j), GROUPS * COLUMNS), j < history);
     });
-    spread_chunks<HISTORY_ROWS, U_PLANES * V_CHUNKS>([&](int j, int i) {
-        const int plane = (u32)i / V_CHUNKS, offset = (u32)i % V_CHUNKS * 8;
-        copy_async_16(&shared.u[0][0] + (plane * HISTORY_ROWS + j) * VALUE_STRIDE + offset,
-                      advance(slot_ring_u + (plane * ROWS + offset), wrapped(first_entry + j), HEADS * U_PLANES * ROWS),
-                      j < history);
-    });
-    if (later.exists)
-        prefetch_history(later, later_position, block, advance(ring_k_in + k_column, later.slot, ring_k_stride),
-                         advance(ring_u_in + u_column, later.slot, ring_u_stride),
-                         advance(ring_g_in + block.head, later.slot, ring_g_stride));
-
-    // L2-normalises q and k and appends k to the ring. These rows are no row's history yet, so nobody reads them during
-    // this launch.
+    // The warp's u of a part: 16 bytes of every token and plane for each 8 rows.
+    constexpr int U_STEPS = (U_ROWS * 2 + 31) / 32;
+    const u16* const slot_u = advance(ring_u_in + warp * 16, slot, ring_u_stride);
+    const u16* from_u[U_STEPS];
+    u32 to_u_past[U_STEPS];
+    bool valid_u[U_STEPS];
 #pragma unroll
-    for (int s = 0; s < QUERY_STEPS; s++) {
-        if (s * THREADS + warp * 32 >= QUERIES * ROW_LANES) break;
-        const u32 i = s * THREADS + tid, n = i / ROW_LANES, chunk = i % ROW_LANES;
-        const u32 words[4] = {raw[s].x, raw[s].y, raw[s].z, raw[s].w};
-        float sum = 0.f;
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            sum = multiply_add(activation_low(words[e]), activation_low(words[e]), sum);
-            sum = multiply_add(activation_high(words[e]), activation_high(words[e]), sum);
-        }
-#pragma unroll
-        for (int mask = ROW_LANES / 2; mask; mask /= 2) sum += shuffle_xor(sum, mask);
-        const float scale = rsqrtf(sum + L2_NORM_EPS);
-        u32 done[4];
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            done[e] = pack_activations(activation_low(words[e]) * scale, activation_high(words[e]) * scale);
-        const uint4 normal = make_uint4(done[0], done[1], done[2], done[3]);
-        if (n < QUERIES && chunk < K_CHUNKS) {
-            *(uint4*)(shared.queries + n * TOKEN_STRIDE + chunk * 8) = normal;
-            if constexpr (SCALED_QUERIES) {
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    done[e] = (u32)float_to_fp16(activation_low(done[e]) * QUERY_UPSCALE) |
-                              (u32)float_to_fp16(activation_high(done[e]) * QUERY_UPSCALE) << 16;
-                *(uint4*)(shared.scaled_queries + n * TOKEN_STRIDE + chunk * 8) =
-                    make_uint4(done[0], done[1], done[2], done[3]);
-            }
-            const int w = (int)n - MAX_WINDOW;
-            if (block.first_of_group && w >= 0 && w < length)
-                *(uint4*)(advance(ring_k + k_column, slot, ring_k_stride) +
-                          (wrapped(first_new + w) * (GROUPS * COLUMNS) + (int)chunk * 8)) = normal;
-        }
+    for (int s = 0; s < U_STEPS; s++) {
+        const u32 n = s * 32 + lane, chunk = n % 2, plane = n / 2 % U_PLANES, j = n / (2 * U_PLANES);
+        const int entry = wrapped(first_entry + j);
+        from_u[s] = computed(slot_u + (entry * (HEADS * U_PLANES * ROWS) + (int)(plane * ROWS + chunk * 8)));
+        to_u_past[s] = u_offset(j, plane, chunk);
+        hold_until_here(to_u_past[s]);
+        valid_u[s] = (int)j < history && (int)chunk * 8 < warp_rows && n < U_ROWS * 2;
     }
-    if (warp == GATE_WARP) {
-        const float g_new = lane < length ? -expf(log_A) * softplus(raw_a + bias) : 0.f;
-        write_gates(shared.gates, history, g_past, g_new, sigmoid(raw_b));
-        if (block.first_of_head && lane < length)
-            advance(ring_g + block.head, slot, ring_g_stride)[wrapped(first_new + lane) * HEADS] = g_new;
+    const auto start_u = [&](u32 i) {
+        if (i >= parts) return;
+        const int offset = u_column(first_part + i);
+#pragma unroll
+        for (int s = 0; s < U_STEPS; s++)
+            if (U_ROWS * 2 % 32 == 0 || s * 32 + lane < U_ROWS * 2)
+                copy_async_16(u_past + to_u_past[s], from_u[s] + offset, valid_u[s]);
+        copy_async_commit();
+    };
+    // The first part's, where their place is not free yet, wait in registers.
+    uint4 first_u[U_REPLACES_QUERIES ? U_STEPS : 1];
+    if constexpr (U_REPLACES_QUERIES) {
+        const int offset = u_column(first_part);
+#pragma unroll
+        for (int s = 0; s < U_STEPS; s++) {
+            first_u[s] = make_uint4(0, 0, 0, 0);
+            if (valid_u[s]) first_u[s] = *(const uint4*)(from_u[s] + offset);
+        }
+    } else {
+        start_u(0);
+    }
+
+    // k is appended to the ring: these rows are no row's history yet, so nobody reads them during this launch.
+    normalize_queries(raw, shared.queries, shared.scaled_queries, [&](int w, int offset, uint4 normal) {
+        if (first.first_of_group && w < length)
+            *(uint4*)(advance(ring_k + k_column, slot, ring_k_stride) +
+                      (wrapped(first_new + w) * (GROUPS * COLUMNS) + offset)) = normal;
+    });
+#pragma unroll
+    for (int s = 0; s < HEAD_STEPS; s++) {
+        const int head = warp + s * WARPS;
+        if (head >= block_heads) break;
+        const float g_new = lane < length ? -expf(log_A[s]) * softplus(activation_to_float(raw_a[s]) + bias[s]) : 0.f;
+        write_gates(shared.gates[head], history, g_past[s], g_new, sigmoid(activation_to_float(raw_b[s])));
+        if ((head > 0 || first.first_of_head) && lane < length)
+            advance(ring_g + (first.head + head), slot, ring_g_stride)[wrapped(first_new + lane) * HEADS] = g_new;
     }
     copy_async_wait();
     sync_threads();
-    const u32 from_end = THREADS - 1 - tid;
-    if ((flush || seq_len == 0) && from_end < CTA_TILES)
-        advance(position + tile_index, slot, position_stride)[from_end] = seq_len;
+    if (flush || seq_len == 0)
+        for (u32 i = tid; i < parts * CTA_TILES; i += THREADS)
+            advance(position + first.tile, slot, position_stride)[i] = seq_len;
 
-    // The lane's v: row g + 8 (i % 2), and the token of query 2 t + i / 2.
-    float values[TOKEN_TILES][4];
-    const activation_t* slot_v = advance(v + (v_column + warp * 16 + g), start, v_stride);
-#pragma unroll
-    for (int m = 0; m < TOKEN_TILES; m++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int w = MAX_WINDOW == 1 ? 0 : (m * 8 + 2 * t + i / 2) % (ONE_TILE ? 4 : WINDOW_ROWS);
-            values[m][i] = 0.f;
-            if (MAX_WINDOW == 1 && i >= 2) continue;
-            if (w < length && warp * 16 + g + i % 2 * 8 < CTA_ROWS)
-                values[m][i] = activation_to_float(slot_v[w * v_stride + i % 2 * 8]);
-        }
-    if (MAX_WINDOW > 1 && warp == MATRIX_WARP)
-        write_window_matrices(shared.matrices, shared.queries, shared.gates);
-    // Decay of the history and window behind each query, with the scale of q.
-    const float base = flush ? 1.f : shared.gates.total;
-    float factor[QUERY_TILES][2];
-#pragma unroll
-    for (int n = 0; n < QUERY_TILES; n++) {
-        const bool is_q = ONE_TILE ? t < 2 : n < TOKEN_TILES;
-        const float2 prefix = *(const float2*)(shared.gates.prefix + (ONE_TILE ? 2 * t % 4 : n % TOKEN_TILES * 8 + 2 * t));
-        factor[n][0] = is_q ? QUERY_SCALE * prefix.x : prefix.x, factor[n][1] = is_q ? QUERY_SCALE * prefix.y : prefix.y;
-    }
-
-    const u16* planes[U_PLANES];
-#pragma unroll
-    for (int plane = 0; plane < U_PLANES; plane++) planes[plane] = shared.u[plane];
-    float sum[QUERY_TILES][4] = {};
-    float own_score = 0.f;  // k . q of a single token
+    // k of the history against all queries, for all heads.
+    float scores[HISTORY_TILES][QUERY_TILES][4] = {};
     if (MAX_WINDOW == 1 || !flush) {
         const activation_t* query_rows[(QUERY_TILES + 1) / 2];
         query_loads(query_rows, shared.queries);
@@ -233,92 +313,147 @@ gdn_window(
             if (m * 16 >= history && !(MAX_WINDOW == 1 && last)) continue;
             int token = m * 16 + lane % 16;
             if (token >= HISTORY_ROWS) token = HISTORY_ROWS - 1;
-            const activation_t* from = shared.k + token * TOKEN_STRIDE;
+            const activation_t* from = history_k + token * TOKEN_STRIDE;
             // A history that is not folded leaves the last row free: it stands for the new token.
             if (MAX_WINDOW == 1 && last && lane % 16 == 15) from = shared.queries + TOKEN_STRIDE;
-            float score[QUERY_TILES][4] = {};
-            token_scores(score, from + lane / 16 * 8, query_rows);
-            if (MAX_WINDOW == 1 && last) own_score = shuffle_from(score[0][2], 28);
-            if (flush) continue;
-            const float even = shared.gates.history[m * 16 + g], odd = shared.gates.history[m * 16 + 8 + g];
-#pragma unroll
-            for (int n = 0; n < QUERY_TILES; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) score[n][i] *= factor[n][i % 2] * (i < 2 ? even : odd);
-            add_history<true>(sum, score, planes, m);
+            token_scores(scores[m], from + lane / 16 * 8, query_rows);
         }
     }
-    const activation_t* query[QUERY_TILES];
+    Queries queries;
+    queries.load(SCALED_QUERIES ? shared.scaled_queries : shared.queries);
+    const float own_score = shuffle_from(scores[HISTORY_TILES - 1][0][2], 28);  // k . q of a single token
+    if (AHEAD_ROWS && tid == THREADS - 32) shared.later = later, shared.later_position = later_position;
+    sync_threads();  // all have read k
+    for (int head = warp; head < block_heads; head += WARPS) {
+        if (!flush)
+            write_coefficients(coefficients + head * (HISTORY_TILES * QUERY_TILES * 128), scores, shared.gates[head]);
+        if (MAX_WINDOW > 1) write_window_matrices(shared.matrices[head], shared.queries, shared.gates[head]);
+    }
+    sync_threads();
+    if constexpr (U_REPLACES_QUERIES)
 #pragma unroll
-    for (int n = 0; n < QUERY_TILES; n++)
-        query[n] = (SCALED_QUERIES ? shared.scaled_queries : shared.queries) + query_row(n, g) * TOKEN_STRIDE +
-                   t * LANE_COLUMNS;
-    StateProducts products;
-    products.clear();
-    tile_copy_wait(&shared.barrier);
-    if (flush)
-        fold_and_multiply_tile(products, shared.tile, advance(checkpoint + state_offset, slot, checkpoint_stride), c > 0,
-                               shared.gates, planes, shared.k, query);
-    else if (c > 0)
-        multiply_tile(products, shared.tile, query);
-#pragma unroll
-    for (int n = 0; n < QUERY_TILES; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            sum[n][i] += factor[n][i % 2] * (base / QUERY_UPSCALE) * products.value(n, i);
+        for (int s = 0; s < U_STEPS; s++)
+            if (s * 32 + lane < U_ROWS * 2) *(uint4*)(u_past + to_u_past[s]) = first_u[s];
 
-    const int row_offset = warp * 16 + t % 2 * 8 + t / 2 * 4;
-    u16* to_u = advance(ring_u + (u_column + row_offset), slot, ring_u_stride);
-    activation_t* to_output = advance(output + row_offset, start, HEADS * ROWS);
-    if constexpr (MAX_WINDOW == 1) {
-        // Lanes 0 and 1 of four hold what q reads, 2 and 3 what k does. Query 0 becomes the output, 1 and 2 are u.
-        float out[2], high[2], low[2];
+    // From here on a warp needs only its own rows.
+    // The lane's v: row g + 8 (e % 2), and the token of query 2 t + e / 2. Fetched one part ahead.
+    const activation_t* v_rows[TOKEN_TILES][2];
+    bool v_exists[TOKEN_TILES][2];
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float mine = sum[0][2 * i], other = shuffle_xor(mine, 2);
-            const float u = shared.gates.beta[0] * (values[0][i] - (t < 2 ? other : mine));
-            out[i] = (t < 2 ? mine : other) + QUERY_SCALE * own_score * u;
-            high[i] = bf16_low((u32)float_to_bf16(u)), low[i] = u - high[i];
+    for (int m = 0; m < TOKEN_TILES; m++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int w = MAX_WINDOW == 1 ? 0 : (m * 8 + 2 * t + e) % (ONE_TILE ? 4 : WINDOW_ROWS);
+            v_exists[m][e] = w < length && (MAX_WINDOW > 1 || e == 0);
+            v_rows[m][e] = computed(v + (offset_of(start + w, v_stride) + ((int)first_part * CTA_ROWS + warp * 16 + g)));
         }
-        u32 words[2];
+    u32 raw_v[TOKEN_TILES][4] = {};
+    const auto load_v = [&](u32 i) {
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-            words[i] = t == 0   ? (u32)float_to_activation(out[i]) | (u32)float_to_bf16(high[i]) << 16
-                       : t == 1 ? (u32)float_to_bf16(low[i])
-                                : 0;
-        const uint2 packed = rows_of_query(words[0], words[1]);
-        u16* to = g == 0 ? (u16*)to_output : to_u + (first_new * (HEADS * U_PLANES) + g - 1) * ROWS;
-        if (g <= U_PLANES && row_offset < CTA_ROWS) *(uint2*)to = packed;
-    } else {
-        sync_threads();  // the window's matrices
+        for (int m = 0; m < TOKEN_TILES; m++)
 #pragma unroll
-        for (int m = 0; m < TOKEN_TILES; m++) {
-            float out[4] = {0.f, 0.f, 0.f, 0.f}, u[4] = {0.f, 0.f, 0.f, 0.f};
-            if (!ONE_TILE)
+            for (int e = 0; e < 4; e++)
+                if (v_exists[m][e / 2] && (CTA_ROWS % 16 == 0 || g + e % 2 * 8 < warp_rows))
+                    raw_v[m][e] = v_rows[m][e / 2][i * CTA_ROWS + e % 2 * 8];
+    };
+    load_v(0);
+    const int row_offset = t % 2 * 8 + t / 2 * 4;
+    const bool row_exists = row_offset < warp_rows;
+    const int token = MAX_WINDOW == 1 ? 0 : g;  // of the lane's results
+    const u16* to_ring[TOKEN_TILES];
 #pragma unroll
-                for (int i = 0; i < 4; i++) out[i] = sum[m][i];
+    for (int m = 0; m < TOKEN_TILES; m++)
+        to_ring[m] = computed(ring_u + (offset_of(slot, ring_u_stride) +
+                                        (wrapped(first_new + (m * 8 + token) % WINDOW_ROWS) * (HEADS * U_PLANES * ROWS) +
+                                         warp * 16 + row_offset)));
+    const activation_t* const to_output = computed(
+        o + (offset_of(start + token, HEADS * ROWS) + ((int)first_part * CTA_ROWS + warp * 16 + row_offset)));
+    u32 u_lane = u_of_lane();
+    hold_until_here(u_lane);
+#pragma unroll 1
+    for (u32 i = 0; i < parts; i++) {
+        const u32 stage = i % STAGES;
+        const int head = (first_part + i) / CTAS_PER_HEAD - first.head;
+        const Gates& gates = shared.gates[head];
+        float values[TOKEN_TILES][4];
 #pragma unroll
-            for (int n = 0; n <= m; n++) {
-                float known[4];
+        for (int m = 0; m < TOKEN_TILES; m++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float predicted = sum[ONE_TILE ? 0 : TOKEN_TILES + n][i % 2 * 2 + i / 2];
-                    known[i] = ONE_TILE && t < 2 ? predicted : values[n][i] - predicted;
+            for (int e = 0; e < 4; e++) values[m][e] = activation_to_float(raw_v[m][e]);
+        if (i + 1 < parts) load_v(i + 1);
+        // Decay of the history and window behind each query, with the scale of q.
+        const float base = flush ? 1.f : gates.total;
+        float factor[QUERY_TILES][2];
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n++) {
+            const bool is_q = ONE_TILE ? t < 2 : n < TOKEN_TILES;
+            const float2 prefix =
+                *(const float2*)(gates.prefix + (ONE_TILE ? 2 * t % 4 : n % TOKEN_TILES * 8 + 2 * t));
+            factor[n][0] = is_q ? QUERY_SCALE * prefix.x : prefix.x;
+            factor[n][1] = is_q ? QUERY_SCALE * prefix.y : prefix.y;
+        }
+        // This part's copies; the last group's belong to the next.
+        if (STAGES > 1)
+            copy_async_wait_but_last();
+        else
+            copy_async_wait();
+        sync_warp();
+        float sum[QUERY_TILES][4] = {};
+        FoldedU folded;
+        if (flush) {
+            float weights[HISTORY_TILES][4];
+            load_weights(weights, gates);
+            folded.load(u_past, weights);
+        } else {
+#pragma unroll
+            for (int m = 0; m < HISTORY_TILES; m++) {
+                if (m * 16 >= history) continue;
+                float value[QUERY_TILES][4];
+#pragma unroll
+                for (int n = 0; n < QUERY_TILES; n++) {
+                    const float4 four = *(const float4*)(
+                        coefficients + ((head * HISTORY_TILES + m) * QUERY_TILES + n) * 128 + lane * 4);
+                    value[n][0] = four.x, value[n][1] = four.y, value[n][2] = four.z, value[n][3] = four.w;
                 }
-                constexpr int SIZE = WindowMatrices::SIZE;
-                mix(out, known, shared.matrices.o + m * 8 * SIZE + n * 8);
-                mix(u, known, shared.matrices.u + m * 8 * SIZE + n * 8);
-            }
-            const int w = m * 8 + g;
-            const bool stored = w < length && row_offset < CTA_ROWS;
-            const uint2 packed = rows_of_query(pack_activations(out[0], out[1]), pack_activations(out[2], out[3]));
-            if (stored) *(uint2*)(to_output + w * (HEADS * ROWS)) = packed;
-#pragma unroll
-            for (int plane = 0; plane < U_PLANES; plane++) {
-                const u32 low = split_bf16(u[0], u[1]), high = split_bf16(u[2], u[3]);
-                const uint2 half = rows_of_query(low, high);
-                if (stored) *(uint2*)(to_u + (wrapped(first_new + w) * (HEADS * U_PLANES) + plane) * ROWS) = half;
+                add_history(sum, value, u_past, u_lane, m);
             }
         }
+        sync_warp();  // all lanes have read what the next copies overwrite
+        start_u(i + 1);
+        StateProducts products;
+        products.clear();
+        wait_for_rows(barriers + stage, i / STAGES % 2);
+        state_t* const rows = tiles + stage * (PADDED_ROWS * COLUMNS);
+        if (flush)
+            fold_and_multiply_rows(
+                products, rows,
+                advance(checkpoint, slot, checkpoint_stride) + ((first_part + i) * CTA_ROWS + warp * 16) * COLUMNS, c > 0,
+                gates.total, folded, history_k, queries);
+        else if (c > 0)
+            multiply_rows(products, rows, queries);
+        sync_warp();
+        start_part(i + STAGES);
+        copy_async_commit();
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                sum[n][e] += factor[n][e % 2] * (base / QUERY_UPSCALE) * products.value(n, e);
+
+        Results results = {(activation_t*)to_output + i * CTA_ROWS, {}, length, row_exists};
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; m++) results.u[m] = (u16*)to_ring[m] + u_column(first_part + i);
+        if constexpr (MAX_WINDOW == 1)
+            finish_token(sum, values[0], gates.beta[0], own_score, results);
+        else
+            finish_window(sum, values, shared.matrices[head], results);
+    }
+    // For the block that takes this one's place.
+    if (AHEAD_ROWS && warp == WARPS - 1 && shared.later.exists) {
+        const LaterRow next = shared.later;
+        prefetch_history(next, shared.later_position, first,
+                         ring_k_in + (offset_of(next.slot, ring_k_stride) + k_column),
+                         ring_u_in + (offset_of(next.slot, ring_u_stride) + u_column(first_part)),
+                         ring_g_in + (offset_of(next.slot, ring_g_stride) + first.head));
     }
 }

@@ -168,6 +168,35 @@ DEVICE void bulk_copy_wait(u64* barrier) {
         "}" ::"r"(shared_address(barrier))
         : "memory");
 }
+// The same for copies one after the other into the same place: the barriers are initialised once, by the thread that asks;
+// copy number n (from 0) onto a barrier is waited for with parity n % 2.
+DEVICE void bulk_barriers_init(u64* barriers, int count) {
+    for (int i = 0; i < count; i++)
+        asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barriers + i)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+DEVICE void bulk_copy_next(void* shared, const void* global, u32 bytes, u64* barrier) {
+    const u32 address = shared_address(barrier);
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(shared)),
+                 "l"(global), "r"(bytes), "r"(address)
+                 : "memory");
+}
+DEVICE void bulk_copy_wait(u64* barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+        "@done bra DONE;\n"
+        "bra WAIT;\n"
+        "DONE:\n"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
 #endif
 
 // Programmatic dependent launch (KernelConfig.overlaps): such a grid may start while the one before it in its stream ends,
@@ -346,10 +375,11 @@ DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xfffff
 // What lane `index` of the lane's four has.
 DEVICE u32 shuffle_quad(u32 value, int index) { return __shfl_sync(0xffffffffu, value, index, 4); }
 DEVICE float shuffle_from(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
-// Computes the pointer here and now: the compiler would otherwise branch to compute one of several that it selects from.
+// Computes the pointer into global memory here and now: the compiler would otherwise branch to compute one of several that it selects from.
 template <class T>
 DEVICE const T* computed(const T* pointer) {
     asm volatile("" : "+l"(pointer));
+    __builtin_assume(__isGlobal(pointer));
     return pointer;
 }
 // `pointer` and index * bytes further on, in one instruction.

@@ -20,6 +20,7 @@ CASES = [
     (Mamba2Geometry(2, 80, 128, 1), ReplaySettings(buffer_len=6, max_window=5, state_dtype="float16")),
     (Mamba2Geometry(2, 40, 48, 1), ReplaySettings(buffer_len=4, max_window=9, activation_dtype="float16")),
     (GdnGeometry(1, 2, 128, 128), ReplaySettings(**DECODE)),
+    (GdnGeometry(1, 2, 128, 128), ReplaySettings(buffer_len=6, max_window=5)),
     (GdnGeometry(1, 2, 64, 40), ReplaySettings(buffer_len=8, max_window=5, state_dtype="bfloat16")),
     (Mamba2Geometry(2, 64, 128, 1), ReplaySettings(buffer_len=0, max_window=2)),
     (GdnGeometry(1, 2, 128, 64), ReplaySettings(buffer_len=0, max_window=2)),

@@ -37,6 +37,18 @@ def test_embedded_variants_stay_within_48_kib(name: str) -> None:
         assert config.shared_bytes <= 48 * 1024
 
 
+def test_blocks_grow_with_the_batch() -> None:
+    """A small call spreads a row's state over many blocks; a large one gives each as much as shares a key head."""
+    config = geo.window_config(TARGETS["qwen122b"], ReplaySettings(max_window=5), 90)
+    blocks = [geo.window_blocks(config, rows, 90) for rows in (1, 16, 64, 256, 512)]
+    assert blocks[0] == config.blocks_x
+    assert blocks == sorted(blocks, reverse=True)
+    assert blocks[-1] * dict(config.defines)["MAX_PARTS"] == config.blocks_x
+    assert all(config.blocks_x % count == 0 for count in blocks)
+    mamba = geo.window_config(TARGETS["super120b"], ReplaySettings(max_window=5), 90)
+    assert geo.window_blocks(mamba, 512, 90) == mamba.blocks_x
+
+
 def test_unknown_architectures_fall_back_to_an_older_one() -> None:
     assert geo.compile_target(87) == 86
     assert geo.architecture(110) == geo.architecture(103)

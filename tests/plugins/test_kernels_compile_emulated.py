@@ -67,8 +67,9 @@ CASES = {
         None,
     ),
     "gdn-decode-narrow": (GdnGeometry(2, 4, 48, 16), {"buffer_len": 4, "max_window": 1}, 86, None),
-    "gdn-decode-fp16-state": (GdnGeometry(1, 2, 64, 32), {"max_window": 1, "state_dtype": "float16"}, 90, None),
     "gdn-verify": (GdnGeometry(1, 2, 32, 32), {"buffer_len": 8, "max_window": 3}, 90, None),
+    "gdn-verify-parts": (GdnGeometry(1, 2, 128, 128), {"max_window": 5}, 90, 64),
+    "gdn-decode-fp16-state": (GdnGeometry(1, 4, 128, 64), {"max_window": 1, "state_dtype": "float16"}, 90, 32),
     "gdn-long-fp16-state": (
         GdnGeometry(2, 4, 64, 48),
         {"buffer_len": 32, "max_window": 16, "state_dtype": "float16"},
@@ -151,6 +152,23 @@ def test_result_does_not_depend_on_the_window_class() -> None:
         rows = [torch.tensor([value], dtype=torch.int32) for value in (position, 0, 1, 0)]
         outputs = [kernels.mamba2_window(*inputs, *decode.constants, state, *rows, 0) for state in states]
         assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(("case", "parts"), [("gdn-verify-parts", 4), ("gdn-decode-fp16-state", 8)])
+def test_result_does_not_depend_on_the_parts_of_a_block(case: str, parts: int) -> None:
+    """Blocks that work through one part of the state and through all of a key head's give the same bits."""
+    steps, _ = make(case, seed=7)
+    _, _, arch, cta_rows = CASES[case]
+    states = steps.pool(), steps.pool()
+    for _ in range(6):
+        call = steps.next_call()
+        outputs = [
+            steps.run(Emulated(arch, cta_rows, parts=count), state, call)
+            for count, state in zip((1, parts), states, strict=True)
+        ]
+        assert torch.equal(*outputs)
+        for name, tensor in states[0].tensors.items():
+            assert torch.equal(tensor.view(torch.uint8), states[1][name].view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("case", ["mamba2-baseline", "gdn-baseline"])

@@ -122,6 +122,25 @@ def test_repeated_step_is_bit_equal(case: str) -> None:
             assert torch.equal(tensor.view(torch.uint8), kept[name].view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("case", ["qwen4b-decode", "qwen122b-verify5", "qwen4b-verify8-fp16", "gdn-64"])
+def test_result_does_not_depend_on_the_parts_of_a_block(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that work through one part of the state and through all of a key head's give the same bits."""
+    steps = make(case, seed=7)
+    states = steps.pool(), steps.pool()
+    for _ in range(12):
+        call, outputs = steps.next_call(), []
+        for state, many in zip(states, (False, True), strict=True):
+
+            def blocks(config, rows, arch, many=many) -> int:
+                return config.blocks_x // (dict(config.defines).get("MAX_PARTS", 1) if many else 1)
+
+            monkeypatch.setattr(launch.geo, "window_blocks", blocks)
+            outputs.append(steps.run(launch, state, call))
+        assert torch.equal(*outputs)
+        for name, tensor in states[0].tensors.items():
+            assert torch.equal(tensor.view(torch.uint8), states[1][name].view(torch.uint8)), name
+
+
 @pytest.mark.parametrize("case", ["super120b-decode", "qwen4b-decode", "nano4b-verify5"])
 def test_replayed_graph_equals_eager(case: str) -> None:
     """One captured step, its positions advanced on the device, against eager steps with the same inputs."""

@@ -78,11 +78,12 @@ def emulated(config: KernelConfig):
 class Emulated:
     """Operators that run the kernels of compute capability `arch` on the CPU.
 
-    cta_rows overrides the launch geometry.
+    cta_rows overrides the launch geometry. parts: of a state that a block of gdn_window works through; one, and as many
+    as it may, in turns if it is not given.
     """
 
-    def __init__(self, arch: int = 90, cta_rows: int | None = None) -> None:
-        self.arch, self.cta_rows, self.seed = arch, cta_rows, 0
+    def __init__(self, arch: int = 90, cta_rows: int | None = None, parts: int | None = None) -> None:
+        self.arch, self.cta_rows, self.parts, self.seed = arch, cta_rows, parts, 0
 
     def _call(self, config: KernelConfig, values: list, rows: int, grid_z: int = 1, grid_x: int = 0) -> None:
         self.seed += 1
@@ -126,7 +127,8 @@ class Emulated:
         config = self._window_config(state)
         prefill = self._prefill_config(state, packed.shape[0], rows)
         values = build(skip_prefill=prefill is not None)
-        self._call(config, values, rows)
+        parts = self.parts or (dict(config.defines).get("MAX_PARTS", 1) if self.seed % 2 else 1)
+        self._call(config, values, rows, grid_x=config.blocks_x // parts)
         if prefill is not None:
             self._call(prefill, values, rows)
 

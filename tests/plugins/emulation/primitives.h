@@ -248,6 +248,33 @@ DEVICE void bulk_copy_wait(u64* barrier) {
         }
 }
 
+// A barrier counts the copies that have landed. They land when they are waited for or, just as often, at once, so that
+// copies over something still needed show too.
+DEVICE void bulk_barriers_init(u64* barriers, int count) {
+    for (int i = 0; i < count; i++) barriers[i] = 0;
+}
+DEVICE void bulk_copy_next(void* shared, const void* global, u32 bytes, u64* barrier) {
+    if (emulation::random_engine() % 2) {
+        std::memcpy(shared, global, bytes);
+        ++*barrier;
+    } else {
+        bulk_copy_start(shared, global, bytes, barrier);
+    }
+}
+DEVICE void bulk_copy_wait(u64* barrier, u32 parity) {
+    while (*barrier % 2 == parity) {
+        bool found = false;
+        for (emulation::BulkCopy& copy : emulation::bulk)
+            if (copy.barrier == barrier && copy.to && !found) {
+                std::memcpy(copy.to, copy.from, copy.bytes);
+                copy.to = nullptr;
+                ++*barrier;
+                found = true;
+            }
+        if (!found) emulation::yield();
+    }
+}
+
 namespace emulation {
 template <int COUNT, bool TRANSPOSED>
 inline void load_matrix(u32* r, const void* row) {
