@@ -9,13 +9,13 @@ MAX_BLOCK_HEADS = 4
 """Heads whose gates and window matrices a GDN block keeps in shared memory."""
 
 
-def registers_wanted(settings: ReplaySettings, stages: int) -> int:
+def registers_wanted(settings: ReplaySettings, arch: int, stages: int) -> int:
     """As geometry.REGISTERS_WANTED. More with copies ahead, where the kernel keeps its queries from part to part."""
     if stages > 1:
         return 168
     if settings.max_window > 8:
         return 216
-    return 104 if settings.buffer_len <= 16 else 160
+    return 104 if settings.buffer_len <= 16 and arch < 100 else 160
 
 
 def parts_defines(
@@ -77,4 +77,4 @@ def shared_bytes(
         + (queries if _scaled_queries(settings) else 16)
         + heads * (matrices + gates)
     )
-    return round_up(round_up(total, 8) + 8 * warps * STAGES + 16, 128)
+    return round_up(round_up(total, 8) + 8 * warps * STAGES, 128)

@@ -188,13 +188,13 @@ def window_config(
     small = kernel == "mamba2_decode" and _state_bytes(settings) == 2 and columns <= 128 and settings.buffer_len <= 16
     registers = REGISTERS_OF_SMALL_DECODE if small else REGISTERS_WANTED.get(kernel, 104)
     if gdn:
-        registers = gdn_geometry.registers_wanted(settings, gdn["STAGES"])
+        registers = gdn_geometry.registers_wanted(settings, arch, gdn["STAGES"])
     min_ctas = max(1, min(limits.shared_per_sm // (shared + 1024), REGISTERS_PER_SM // (threads * registers), 16))
     blocks = heads * (rows // count)
-    if ahead_rows is None:
-        # Blocks of many parts wait for their rings too seldom: windows of 5, qwen122b 378 us at 0, 381 at 26.
-        several = gdn.get("MAX_PARTS", 1) > 1
-        ahead_rows = 0 if several else _ahead_rows(limits, min_ctas, blocks, count * columns * _state_bytes(settings))
+    if kernel == "gdn_window":  # qwen122b, windows of 5: 378 us at 0, 381 with what the next block needs asked for
+        ahead_rows = 0
+    elif ahead_rows is None:
+        ahead_rows = _ahead_rows(limits, min_ctas, blocks, count * columns * _state_bytes(settings))
     defines = {
         **geometry_defines(geometry),
         "ROW_TILES": geometry.row_tiles,

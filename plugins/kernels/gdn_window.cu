@@ -6,8 +6,8 @@
 // what the state and the history say into the window's u and outputs. See plugins/reference/gdn.py.
 //
 // Stamped in: NUM_K_HEADS, NUM_V_HEADS, HEAD_K_DIM, HEAD_V_DIM, ROW_TILES, CTA_ROWS, MAX_PARTS, STAGES,
-// U_REPLACES_QUERIES, BUFFER_LEN, MAX_WINDOW, STATE_FORMAT, ACTIVATION_FORMAT, U_PLANES, BULK_COPY, MIN_CTAS, AHEAD_ROWS,
-// SHARED_BYTES.
+// U_REPLACES_QUERIES, BUFFER_LEN, MAX_WINDOW, STATE_FORMAT, ACTIVATION_FORMAT, U_PLANES, BULK_COPY, MIN_CTAS, SHARED_BYTES.
+// (AHEAD_ROWS is not used: blocks wait for their rings too seldom to ask for later ones.)
 #include "gdn_rows.cuh"
 #include "gdn_solve.cuh"
 
@@ -37,9 +37,6 @@ struct Shared {
     alignas(16) WindowMatrices matrices[BLOCK_HEADS];
     alignas(16) Gates gates[BLOCK_HEADS];
     alignas(8) u64 barriers[WARPS][STAGES];
-    // What the last warp has to ask for when the block ends: kept here, as registers are short.
-    LaterRow later;
-    int later_position;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
 
@@ -160,7 +157,6 @@ gdn_window(
     for (int s = 0; s < HEAD_STEPS; s++)
         if (warp + s * WARPS < block_heads)
             log_A[s] = A_log[first.head + warp + s * WARPS], bias[s] = dt_bias[first.head + warp + s * WARPS];
-    const LaterRow later = look_ahead(seq_lens, state_batch_indices, num_slots);
 #if BULK_COPY
     if (lane == 0) bulk_barriers_init(barriers, STAGES);
 #endif
@@ -173,13 +169,12 @@ gdn_window(
             start_rows(tiles + i % STAGES * (PADDED_ROWS * COLUMNS), slot_state + i * (CTA_ROWS * COLUMNS), warp_rows,
                        barriers + i % STAGES);
     };
-    int tile_position = 0, later_position = 0;
+    int tile_position = 0;
     if (has_slot) {
         tile_position = advance(position_in + first.tile, slot, position_stride)[0];
 #pragma unroll
         for (int i = 0; i < STAGES; i++) start_part(i);
     }
-    if (later.exists) later_position = position_in[offset_of(later.slot, position_stride) + first.tile];
     // The window's own inputs travel while the checkpoint position does; a row that turns out invalid ignores them.
     // Neither sum overflows unsigned where it counts.
     const bool readable = start >= 0 && window_length >= 0 && (u32)start + (u32)window_length <= (u32)num_tokens;
@@ -322,7 +317,6 @@ gdn_window(
     Queries queries;
     queries.load(SCALED_QUERIES ? shared.scaled_queries : shared.queries);
     const float own_score = shuffle_from(scores[HISTORY_TILES - 1][0][2], 28);  // k . q of a single token
-    if (AHEAD_ROWS && tid == THREADS - 32) shared.later = later, shared.later_position = later_position;
     sync_threads();  // all have read k
     for (int head = warp; head < block_heads; head += WARPS) {
         if (!flush)
@@ -447,13 +441,5 @@ gdn_window(
             finish_token(sum, values[0], gates.beta[0], own_score, results);
         else
             finish_window(sum, values, shared.matrices[head], results);
-    }
-    // For the block that takes this one's place.
-    if (AHEAD_ROWS && warp == WARPS - 1 && shared.later.exists) {
-        const LaterRow next = shared.later;
-        prefetch_history(next, shared.later_position, first,
-                         ring_k_in + (offset_of(next.slot, ring_k_stride) + k_column),
-                         ring_u_in + (offset_of(next.slot, ring_u_stride) + u_column(first_part)),
-                         ring_g_in + (offset_of(next.slot, ring_g_stride) + first.head));
     }
 }
