@@ -45,12 +45,27 @@ PREFILL_CASES = [
     (GdnGeometry(1, 1, 64, 40), ReplaySettings(max_window=2, state_dtype="bfloat16")),
 ]
 
+SEVERAL_PARTS = [
+    (GdnGeometry(1, 4, 128, 128), ReplaySettings(buffer_len=6, max_window=5)),
+    (GdnGeometry(1, 4, 128, 64), ReplaySettings(**DECODE, state_dtype="float16")),
+]
+
+
+def check(geometry, settings: ReplaySettings, **options) -> None:
+    steps = Steps(geometry, settings, device="cuda:0", **options)
+    worst = compare(steps, launch, 12 if settings.buffer_len == 2 else 6)
+    print(geometry, {name: f"{error:.1e}" for name, error in worst.items()}, flush=True)
+    assert_close(worst, steps)
+
+
 if __name__ == "__main__":
-    for geometry, settings in CASES + PREFILL_CASES:
-        long = {"rows": 2, "longest_prefill": 200} if (geometry, settings) in PREFILL_CASES else {}
-        steps = Steps(geometry, settings, device="cuda:0", **long)
-        worst = compare(steps, launch, 12 if settings.buffer_len == 2 else 6)
-        print(geometry, {name: f"{error:.1e}" for name, error in worst.items()}, flush=True)
-        assert_close(worst, steps)
+    for geometry, settings in CASES:
+        check(geometry, settings)
+    for geometry, settings in PREFILL_CASES:
+        check(geometry, settings, rows=2, longest_prefill=200)
+    # As large batches have them, whose blocks work through several parts of a state.
+    launch.geo.window_blocks = lambda config, rows, arch: config.blocks_x // dict(config.defines).get("MAX_PARTS", 1)
+    for geometry, settings in SEVERAL_PARTS:
+        check(geometry, settings)
     check_everything("cuda:0")
     print("packed products", flush=True)
