@@ -50,13 +50,13 @@ def readout_config(
     min_ctas: int | None = None,
     ahead_tile: bool = False,
     parts: int | None = None,
-    early_16ths: int | None = None,
+    early_64ths: int | None = None,
     ordered_rows: int | None = None,
 ) -> KernelConfig:
     """Decode and verify kernel of a layer whose outputs read a copy of the state.
 
     embedded: restrict shared memory to what a TensorRT plugin may use. cta_rows (of a part), parts (of a warp),
-    cta_warps, min_ctas, ahead_rows, ahead_tile, early_16ths, ordered_rows: overrides, for measurements and tests.
+    cta_warps, min_ctas, ahead_rows, ahead_tile, early_64ths, ordered_rows: overrides, for measurements and tests.
     """
     heads, rows, columns = geometry.state_shape
     kernel = f"{geometry.kind}_readout"
@@ -122,15 +122,15 @@ def readout_config(
             "U_PLANES": settings.u_planes[0],
             "U_EXACT": 0,
             "U_FROM_CHECKPOINT": int(settings.u_source == "checkpoint"),
-            "EARLY_16THS": _early_16ths(settings) if early_16ths is None else early_16ths,
+            "EARLY_64THS": _early_64ths(settings) if early_64ths is None else early_64ths,
             "ORDERED_ROWS": ordered_rows or ORDERED_ROWS,
         }
     return KernelConfig(kernel, tuple(sorted(defines.items())), blocks, threads, shared)
 
 
-def _early_16ths(settings: ReplaySettings) -> int:
+def _early_64ths(settings: ReplaySettings) -> int:
     """Share of a batch's rows whose folds may begin first: a quarter more than fold when all tokens are accepted."""
-    return min(12, -(-20 * settings.max_window // settings.buffer_len))
+    return min(48, -(-80 * settings.max_window // settings.buffer_len))
 
 
 def _fits_half_a_warp(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings) -> bool:

@@ -4,7 +4,7 @@
 // others, so what they see must not change while they run: a row without history counts as one that may fold, because a
 // row that has just been folded is one.
 //
-// Stamped in: EARLY_16THS, the share of the places that such rows may take, and ORDERED_ROWS, the fewest rows that are
+// Stamped in: EARLY_64THS, the share of the places that such rows may take, and ORDERED_ROWS, the fewest rows that are
 // worth it; 0 leaves every row in its place.
 #pragma once
 #include "replay.cuh"
@@ -12,9 +12,9 @@
 constexpr int MAX_ORDERED_ROWS = 1024;
 
 DEVICE bool rows_are_ordered() {
-    return EARLY_16THS && gridDim.y >= (u32)ORDERED_ROWS && gridDim.y <= (u32)MAX_ORDERED_ROWS;
+    return EARLY_64THS && gridDim.y >= (u32)ORDERED_ROWS && gridDim.y <= (u32)MAX_ORDERED_ROWS;
 }
-DEVICE u32 early_places() { return gridDim.y * EARLY_16THS / 16; }
+DEVICE u32 early_places() { return gridDim.y * EARLY_64THS / 64; }
 
 // Whether a row may fold in this launch, or already has. `position` is what its tile holds.
 DEVICE bool may_fold(int seq_len, int position, int length) {

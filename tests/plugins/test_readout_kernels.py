@@ -71,7 +71,7 @@ class EmulatedOrder(Emulated):
     """Rows that may fold begin first, in as few places as leave some behind."""
 
     def _window_config(self, state):
-        return readout_config(state.geometry, state.settings, self.arch, early_16ths=6, ordered_rows=1)
+        return readout_config(state.geometry, state.settings, self.arch, early_64ths=24, ordered_rows=1)
 
 
 def make(case: str, seed: int = 0) -> tuple[Steps, Emulated]:

@@ -117,7 +117,7 @@ class InPlace:
     def gdn_window(*args) -> torch.Tensor:
         state = next(arg for arg in args if isinstance(arg, LayerState))
         arch = launch.device_arch(args[0].device)
-        return launch.gdn_window(*args, config=readout_config(state.geometry, state.settings, arch, early_16ths=0))
+        return launch.gdn_window(*args, config=readout_config(state.geometry, state.settings, arch, early_64ths=0))
 
 
 @pytest.mark.parametrize("window", [1, 5])
