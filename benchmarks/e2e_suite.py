@@ -29,7 +29,7 @@ def plan_of(model: str) -> tuple:
     """Decoding and speculation at batch 256 with every state, then decoding at the other published batch sizes."""
     return (
         (decode, f"--model {model} --batch-size 256 {STEPS} {LOW}"),
-        (speculation, f"--model {model} --batch-size 256 --num-steps 96 --warmup-steps 16 --repeats 1 {LOW}"),
+        (speculation, f"--model {model} --batch-size 256 --num-steps 64 --warmup-steps 16 --repeats 1 {LOW}"),
         (decode, f"--model {model} --batch-size 512 --batch-size 128 --batch-size 32 --batch-size 1 {SHORT}"),
     )
 
