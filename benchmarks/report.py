@@ -363,7 +363,9 @@ def provenance(lines: list[Line]) -> str:
 
 
 def render(lines: list[Line]) -> str:
-    from report_parallel import parallel_table  # here: it is made of what this module has
+    # Here, because they are made of what this module has.
+    from report_parallel import parallel_table
+    from report_serving import serving_table
 
     page = (ROOT / "report.md").read_text(encoding="utf-8")
     parts = {
@@ -374,6 +376,7 @@ def render(lines: list[Line]) -> str:
         "parallel": parallel_table(lines),
         "speculation": speculation_table(lines),
         "natural": natural_table(lines),
+        "serving": serving_table(lines),
         "sessions": sessions_table(),
         "traffic": traffic_table(),
         "precision": precision_table(lines),

@@ -11,6 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import report
 import report_parallel
+import report_serving
 
 BENCHMARKS = report.ROOT
 
@@ -47,6 +48,19 @@ def test_steps_stand_beside_the_published_ones(tmp_path: Path) -> None:
     assert "| 2.00x |" in report.step_table(split), "kernel times and gaps alone"
     wrong = decode_line("replay", correct=False, logits_distance=0.7)
     assert "**no** (0.700)" in report.step_table([lines[0], wrong])
+
+
+def test_served_variants_stand_beside_each_other() -> None:
+    line = {
+        "benchmark": "serve_ngram", "op": "serve", "geometry": "nano4b", "batch": 256, "layers": 42, "layers_total": 42,
+        "variant": "replay-ngram", "tokens_per_s": 30000.0, "speedup": 2.0, "speedup_over_snapshots": 1.8,
+        "acceptance_length": 3.17, "mixed_steps": 30, "steps": 40, "split_us": {"ssm": 900.0}, "idle_us": 100.0,
+        "same_tokens": 0.9, "correct": True,
+    }  # fmt: skip
+    text = report_serving.serving_table([line, {**line, "op": "other"}])
+    row = "| Nemotron-3-Nano-4B, batch 256 | replay-ngram | 30,000 | 2.00x | 1.80x | 3.17 | 75 % | 10 % | 90 % |"
+    assert text.splitlines()[2:] == [row]
+    assert "| **40 %** |" in report_serving.serving_table([{**line, "correct": False, "same_tokens": 0.4}])
 
 
 def test_a_faster_peer_takes_the_place_of_our_plain_kernel() -> None:
