@@ -31,12 +31,14 @@ def replace_memsets(graph: int, device: torch.device, driver: Any = None, functi
         from cuda.bindings import driver
     function = launch.load_kernel(CONFIG, device).function if function is None else function
     graph = driver.CUgraph(graph)
-    count = 0
-    for node in _listed(driver.cuGraphGetNodes, driver, graph):
-        kind = _checked(driver, driver.cuGraphNodeGetType(node))[0]
-        if kind == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
-            count += _replace(driver, graph, node, function)
-    return count
+    kinds = driver.CUgraphNodeType
+    nodes = _listed(driver.cuGraphGetNodes, driver, graph)
+    found = [(node, _checked(driver, driver.cuGraphNodeGetType(node))[0]) for node in nodes]
+    # CUDA takes no node out of a graph that allocates memory.
+    if any(kind in (kinds.CU_GRAPH_NODE_TYPE_MEM_ALLOC, kinds.CU_GRAPH_NODE_TYPE_MEM_FREE) for _, kind in found):
+        return 0
+    memsets = [node for node, kind in found if kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET]
+    return sum(_replace(driver, graph, node, function) for node in memsets)
 
 
 def _replace(driver: Any, graph: Any, node: Any, function: Any) -> bool:

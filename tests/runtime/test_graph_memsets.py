@@ -18,14 +18,16 @@ from replayssm.runtime.graph_memsets import CONFIG, replace_memsets
 sys.path.append(str(Path(__file__).parents[1] / "plugins" / "emulation"))
 from emulate import Emulated
 
-MEMSET, KERNEL = "memset", "kernel"
+MEMSET, KERNEL, ALLOC, FREE = "memset", "kernel", "alloc", "free"
 
 
 class Driver:
     """A graph of named nodes and edges, with the calls of cuda.bindings.driver that edit one."""
 
     CUresult = SimpleNamespace(CUDA_SUCCESS=0)
-    CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_MEMSET=MEMSET)
+    CUgraphNodeType = SimpleNamespace(
+        CU_GRAPH_NODE_TYPE_MEMSET=MEMSET, CU_GRAPH_NODE_TYPE_MEM_ALLOC=ALLOC, CU_GRAPH_NODE_TYPE_MEM_FREE=FREE
+    )
     CUDA_KERNEL_NODE_PARAMS = SimpleNamespace
 
     def __init__(self, nodes, edges):
@@ -42,7 +44,7 @@ class Driver:
         return self._list(self.nodes, wanted)
 
     def cuGraphNodeGetType(self, node):
-        return 0, MEMSET if hasattr(self.nodes[node], "width") else KERNEL
+        return 0, MEMSET if hasattr(self.nodes[node], "width") else self.nodes[node] or KERNEL
 
     def cuGraphMemsetNodeGetParams(self, node):
         return 0, self.nodes[node]
@@ -99,6 +101,12 @@ def test_what_is_no_row_of_words_stays(fields):
     driver = Driver({"m": memset(**fields)}, [])
     assert replace_memsets(1, torch.device("cuda"), driver, "fill") == 0
     assert list(driver.nodes) == ["m"]
+
+
+def test_a_graph_that_allocates_stays():
+    driver = Driver({"m": memset(), "n": FREE}, [])
+    assert replace_memsets(1, torch.device("cuda"), driver, "fill") == 0
+    assert list(driver.nodes) == ["m", "n"]
 
 
 def test_an_error_of_the_driver_is_raised():
