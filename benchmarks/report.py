@@ -232,7 +232,7 @@ def speculation_table(lines: list[Line]) -> str:
     for line in sorted(found, key=lambda line: (line["geometry"], line["batch"])):
         over, snapshots = line.get("speedup_over_snapshots"), None
         if line["variant"].startswith("replay-speculation"):
-            same = ("geometry", "layers", "batch", "commit")
+            same = ("geometry", "layers", "batch")
             snapshots = select(found, variant="snapshots", **{name: line[name] for name in same})
         rows.append(
             [
