@@ -167,7 +167,12 @@ its own launcher does."""
 
 
 def gdn_peers(layer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """name -> call(slots) returning o; flash-linear-attention's fused recurrent kernel, one entry per configuration."""
+    """name -> call(slots) returning o; flash-linear-attention's fused recurrent kernel, one entry per configuration.
+
+    None for windows of several tokens: it keeps the state after the last only, which is no verification.
+    """
+    if layer.window > 1:
+        return {}
     try:
         from fla.ops.gated_delta_rule.fused_recurrent import fused_recurrent_gated_delta_rule_fwd_kernel as kernel
     except ImportError:
