@@ -15,17 +15,15 @@ from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError, r
 READOUTS = {"same": 0, "float8": 1, "nvfp4": 2}
 """READOUT_* of kernels/formats.cuh."""
 
-TABLE: dict[tuple[str, str, int, int], tuple[int, int, int, int]] = {}
-"""(kernel, readout, rows of a head, window class) -> (rows of a part, parts of a warp, warps of a block, blocks per
-multiprocessor)."""
-
 WARPS = 4
 """Warps of a block where the heads of a group allow as many."""
 
 REGISTERS_WANTED = 128
-"""Registers per thread. H200, batch 256, super120b, fp16 stochastic with nvfp4, by blocks of a multiprocessor: decode
-4: 152 us, 5: 162, 6: 170 (spilling in the flush); verify of 5 without a flush 105, 101, 99, with one 861, 885, 980.
-Architectures whose code would spill get 160: from 10.0 on and, of GDN, before 9.0."""
+"""Registers per thread, where nothing else is said."""
+
+REGISTERS_OF_MAMBA2 = 80
+"""The same, of nvfp4 readouts. H200, batch 256, super120b, fp16 stochastic, by blocks of a multiprocessor: decode 5:
+98.2 us, 6: 94.4; without a flush 70.6, 65.7, every row flushing 419, 443; verify of 5 192.0, 191.3."""
 
 REGISTERS_OF_GDN_DECODE = 96
 """The same, H200, qwen4b, by blocks of a multiprocessor: decode 4: 69.5 us, 5: 68.7, 6: 73.2 (spilling in the flush);
@@ -33,6 +31,9 @@ without a flush 47.2, 45.0, 45.1."""
 
 MAX_ORDERED_ROWS = 1024
 """Of kernels/row_order.cuh."""
+
+EARLY_ROWS = 16
+"""Rows of a Mamba2 call that may begin before their turn because they fold (kernels/early_rows.cuh)."""
 
 ORDERED_ROWS = 64
 """Fewest rows of a call whose rows that may fold begin first: with less, all blocks run at once."""
@@ -49,14 +50,14 @@ def readout_config(
     cta_warps: int | None = None,
     min_ctas: int | None = None,
     ahead_tile: bool = False,
-    parts: int | None = None,
     early_64ths: int | None = None,
     ordered_rows: int | None = None,
+    early_rows: int = EARLY_ROWS,
 ) -> KernelConfig:
     """Decode and verify kernel of a layer whose outputs read a copy of the state.
 
-    embedded: restrict shared memory to what a TensorRT plugin may use. cta_rows (of a part), parts (of a warp),
-    cta_warps, min_ctas, ahead_rows, ahead_tile, early_64ths, ordered_rows: overrides, for measurements and tests.
+    embedded: restrict shared memory to what a TensorRT plugin may use. cta_rows (of a warp), cta_warps,
+    min_ctas, ahead_rows, ahead_tile, early_64ths, ordered_rows, early_rows: overrides, for measurements and tests.
     """
     heads, rows, columns = geometry.state_shape
     kernel = f"{geometry.kind}_readout"
@@ -64,19 +65,14 @@ def readout_config(
         raise UnsupportedGeometryError(f"{kernel} needs state columns in 32s, got {columns}")
     limits = geo.architecture(arch)
     capacity = min(limits.shared_per_block, geo.EMBEDDED_SHARED_BYTES) if embedded else limits.shared_per_block
-    tuned = (_default_rows(geometry), 1, WARPS, None)
-    tuned = TABLE.get((kernel, settings.readout_dtype, rows, settings.max_window), tuned)
-    wanted = [override or value for override, value in zip((cta_rows, parts, cta_warps, min_ctas), tuned, strict=True)]
     fitting = [
-        (count, several, warps)
-        for several in range(1, wanted[1] + 1 if _fits_half_a_warp(geometry, settings) else 2)
-        for warps in ([cta_warps] if cta_warps else range(1, wanted[2] + 1))
+        (count, warps)
+        for warps in ([cta_warps] if cta_warps else range(1, WARPS + 1))
         for count in geo.row_candidates(rows, geometry.row_tiles)
-        if count <= wanted[0]
+        if count <= (cta_rows or _default_rows(geometry))
         and cta_rows in (None, count)
-        and parts in (None, several)
-        and geometry.heads_per_group * (rows // count) % (warps * several) == 0
-        and _shared_bytes(kernel, geometry, settings, count, warps, several) <= capacity
+        and geometry.heads_per_group * (rows // count) % warps == 0
+        and _shared_bytes(geometry, settings, count, warps) <= capacity
     ]
     if not fitting:
         raise UnsupportedGeometryError(
@@ -84,18 +80,13 @@ def readout_config(
             "of shared memory"
         )
     # The rows that were asked for matter most, then that few blocks stage the same group.
-    count, several, warps = max(fitting, key=lambda one: (one[2] > 1, one[0], one[1] * one[2], one[2]))
-    shared, threads = _shared_bytes(kernel, geometry, settings, count, warps, several), 32 * warps
+    count, warps = max(fitting, key=lambda one: (one[1] > 1, *one))
+    shared, threads = _shared_bytes(geometry, settings, count, warps), 32 * warps
     if min_ctas is None:
         # A quarter of a multiprocessor's registers serves a quarter of its warps.
-        gdn = geometry.kind == "gdn"
-        registers = 160 if arch >= 100 or (gdn and arch < 90) else REGISTERS_WANTED
-        if gdn and arch == 90 and settings.max_window == 1 and settings.readout_dtype == "nvfp4":
-            registers = REGISTERS_OF_GDN_DECODE
-        per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * registers)
-        fewest = wanted[3] or 4 * per_quarter // warps
-        min_ctas = max(1, min(fewest, limits.shared_per_sm // (shared + 1024), 16))
-    blocks = heads * (rows // count) // (warps * several)
+        per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * _registers_wanted(geometry, settings, arch))
+        min_ctas = max(1, min(4 * per_quarter // warps, limits.shared_per_sm // (shared + 1024), 16))
+    blocks = heads * (rows // count) // warps
     defines = {
         **geo.geometry_defines(geometry),
         "ROW_TILES": geometry.row_tiles,
@@ -116,7 +107,7 @@ def readout_config(
         "SHARED_BYTES": shared,
     }
     if geometry.kind == "mamba2":
-        defines["WARP_PARTS"] = several
+        defines["EARLY_ROWS"] = early_rows
     else:
         defines |= {
             "U_PLANES": settings.u_planes[0],
@@ -133,9 +124,15 @@ def _early_64ths(settings: ReplaySettings) -> int:
     return min(48, -(-80 * settings.max_window // settings.buffer_len))
 
 
-def _fits_half_a_warp(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings) -> bool:
-    """Whether a warp may serve two parts, each half of its lanes holding one's tokens."""
-    return geometry.kind == "mamba2" and max(settings.buffer_len, settings.max_window) <= 16
+def _registers_wanted(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, arch: int) -> int:
+    """Registers per thread: as few as keep the nvfp4 kernels from spilling, which is all that is measured."""
+    if arch >= 100 or (geometry.kind == "gdn" and arch < 90):
+        return 160
+    if arch != 90 or settings.readout_dtype != "nvfp4":
+        return REGISTERS_WANTED
+    if geometry.kind == "mamba2":
+        return REGISTERS_OF_MAMBA2
+    return REGISTERS_OF_GDN_DECODE if settings.max_window == 1 else REGISTERS_WANTED
 
 
 def _default_rows(geometry: Mamba2Geometry | GdnGeometry) -> int:
@@ -143,14 +140,7 @@ def _default_rows(geometry: Mamba2Geometry | GdnGeometry) -> int:
     return 96 if geometry.kind == "mamba2" else 64
 
 
-def _shared_bytes(
-    kernel: str,
-    geometry: Mamba2Geometry | GdnGeometry,
-    settings: ReplaySettings,
-    cta_rows: int,
-    warps: int,
-    parts: int,
-) -> int:
+def _shared_bytes(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, cta_rows: int, warps: int) -> int:
     """sizeof(Shared) of the kernel, which checks it at compile time."""
     rows, columns = geometry.state_shape[1:]
     window, nvfp4 = settings.max_window, settings.readout_dtype == "nvfp4"
@@ -158,7 +148,7 @@ def _shared_bytes(
     padded = round_up(cta_rows, 16)
     element = 2 if settings.readout_dtype == "same" and settings.state_dtype != "float8" else 1
     code_stride, scale_bytes = (columns // 2, columns // 16) if nvfp4 else (element * columns + 16, 0)
-    state_rows = warps * parts * cta_rows + 8
+    state_rows = warps * cta_rows + 8
     readout = round_up(state_rows * code_stride, 128) + round_up(state_rows * scale_bytes, 128)
     fold_keys = tokens // 16 * columns // 32 * 1024
     stage = rows // geometry.row_tiles * columns * 4
@@ -166,7 +156,8 @@ def _shared_bytes(
     key = (columns + 16) * 2
     own = (padded + 8) * 2
     if geometry.kind == "mamba2":
-        total = tile + tokens * key + 2 * window * key + warps * parts * tokens * own + window * 4
+        rows_of_tokens = (columns + 8) * 2 + (warps * cta_rows + 8) * 2
+        total = tile + (tokens + window) * rows_of_tokens + window * key + warps * tokens * 4 + window * 4
         return round_up(round_up(total, 8) + 8, 128)
     staged = warps * padded * (2 * window + 1 if window > 1 else 8) * 4
     area = round_up(max(staged, fold_keys), 16)

@@ -205,7 +205,7 @@ gdn_readout(
 
     const Gates& gates = shared.gates[head - first_head];
     if (flush) {
-        build_fold_keys((uint4*)shared.area, shared.k);
+        build_fold_keys<KEY_STRIDE>((uint4*)shared.area, shared.k);
         sync_threads();
         fold_history((const uint4*)shared.area, own_u, gates, STATE_ROWS(slot).from(own_row), row.checkpoint_position > 0,
                      first_row, ROUNDING_KEY(head, row.seq_len));

@@ -201,7 +201,7 @@ DEVICE void fold_history(const uint4* fold_keys, const u16* u, const Gates& gate
             values[i] *= gates.past[16 * step + i / 2 * 8 + 2 * t + i % 2];
         }
     };
-    fold_rows(own_values, fold_keys, rows, has_state, gates.history, first_row, key);
+    fold_rows(own_values, fold_keys, [&] { return rows; }, has_state, gates.history, first_row, key);
 }
 
 // Coefficients of u in 16 tokens for 8 queries, split into bf16 halves, as a second operand.

@@ -115,6 +115,11 @@ DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
                  "r"(valid ? 16 : 0)
                  : "memory");
 }
+// The same to an address that shared_address gave.
+DEVICE void copy_async_16_to(u32 shared, const void* global, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+                 : "memory");
+}
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for the thread's copies of all groups but the last committed one.
 DEVICE void copy_async_wait_but_last() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }

@@ -9,17 +9,13 @@
 #include "replay.cuh"
 #include "serial.cuh"
 
-#ifndef WARP_PARTS
-#define WARP_PARTS 1
-#endif
-
 constexpr bool NVFP4 = READOUT_FORMAT == READOUT_NVFP4;
 // A 16-bit checkpoint that is read itself: it comes here to be rounded stochastically.
 constexpr bool WIDE = READOUT_FORMAT == READOUT_SAME && STATE_FORMAT != FORMAT_FP8;
 constexpr int M_TILES = round_up(CTA_ROWS, 16) / 16;
 constexpr int ROW_GROUPS = CTA_ROWS / 8;
 constexpr int TILE_ROWS = ROWS / ROW_TILES;
-constexpr int CTA_STATE_ROWS = WARPS * WARP_PARTS * CTA_ROWS;  // rows of a block, neighbours in memory
+constexpr int CTA_STATE_ROWS = WARPS * CTA_ROWS;  // rows of a block, neighbours in memory
 constexpr int STEPS = COLUMNS / 16;
 constexpr int PAIRS = COLUMNS / 32;  // of 16-column blocks
 constexpr int TOKEN_ROWS = round_up(MAX_HISTORY, 16);
@@ -43,7 +39,7 @@ constexpr int READOUT_EXPONENT = NVFP4 ? 14 + 8 : WIDE ? 0 : 8;
 constexpr bool PLAIN_QUERIES = WIDE && STATE_FORMAT == FORMAT_BF16;
 
 static_assert(COLUMNS % 32 == 0 && TILE_ROWS % 8 == 0, "words of 8 codes; eight rows belong to one tile");
-static_assert(HEADS_PER_GROUP * CTAS_PER_HEAD % (WARPS * WARP_PARTS) == 0, "the warps of a block share a group");
+static_assert(HEADS_PER_GROUP * CTAS_PER_HEAD % WARPS == 0, "the warps of a block share a group");
 static_assert(!WIDE || STATE_FORMAT == FORMAT_FP16 || ACTIVATION_FORMAT == FORMAT_BF16, "fp32 has the window kernels");
 
 // The exact power of two of an fp32 exponent field 1 to 254; NaN for 255.

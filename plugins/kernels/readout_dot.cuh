@@ -40,21 +40,28 @@ DEVICE void halve_row(u16* half, float* unit, const activation_t* from, activati
 
 // The scales of a part's rows: lane 4 g + t holds those of rows 8 n + g where n % 4 is t.
 struct RowScales {
-    float kept[WIDE ? 1 : (ROW_GROUPS + 3) / 4];
+    static constexpr int COUNT = WIDE ? 1 : (ROW_GROUPS + 3) / 4;
+    u32 kept[COUNT];
 
-    // from: of the part's first row.
+    // Asks for them, without a register that waits. from: of the part's first row.
+    static DEVICE_MEMBER void prefetch(const StateRows& from) {
+        const int lane = threadIdx.x % 32;
+        if (!WIDE && 32 * lane < CTA_ROWS) prefetch_sector(from.row_scales + 32 * lane);
+    }
     DEVICE_MEMBER void load(const StateRows& from) {
-        if constexpr (WIDE) return;
         const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int i = 0; i < (ROW_GROUPS + 3) / 4; i++) {
+        for (int i = 0; i < COUNT; i++) {
             const int group = 4 * i + lane % 4;
-            kept[WIDE ? 0 : i] = e4m3_scale(group < ROW_GROUPS ? from.row_scales[8 * group + lane / 4] : 0);
+            const bool exists = !WIDE && (ROW_GROUPS % 4 == 0 || group < ROW_GROUPS);
+            kept[i] = float_to_bits(power_of_two(exists ? from.row_scales[8 * group + lane / 4] : 127));
         }
     }
+    // Of the row of those that the lane keeps itself.
+    DEVICE_MEMBER float own(int i) const { return bits_to_float(kept[i % COUNT]); }
     // Of the lane's row of eight.
     DEVICE_MEMBER float of_group(int group) const {
-        return WIDE ? 1.f : shuffle_from(kept[WIDE ? 0 : group / 4], threadIdx.x % 32 / 4 * 4 + group % 4);
+        return WIDE ? 1.f : shuffle_from(bits_to_float(kept[group / 4 % COUNT]), threadIdx.x % 32 / 4 * 4 + group % 4);
     }
 };
 
@@ -122,15 +129,77 @@ struct Queries {
 #pragma unroll
             for (int step = 0; step < STEPS; step++) kept[step] = *(const uint2*)(rows[n] + 16 * step);
     }
+    // Of a window of one token: column i of the operand holds the query's 16-column block i of every eight, and zeros.
+    DEVICE_MEMBER void spread() {
+        const int g = threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++)
+            if (g != step % 8) kept[step * KEPT] = make_uint2(0u, 0u);
+    }
     DEVICE_MEMBER uint2 operator()(int n, int step) const {
         return KEPT ? kept[KEPT ? step : 0] : *(const uint2*)(rows[n] + 16 * step);
     }
 };
 
+// sum[i] = the lane's part of the product of row g + 8 i of 16 of an nvfp4 readout and a window's only query, without the
+// scales of rows and of queries. codes, scales: of the lane's row g. Every 16-column block has its own column of the
+// accumulators, which its scales meet once.
+template <int TILES>
+DEVICE void dot_readout_once(float (&sum)[2], const unsigned char* codes, const unsigned char* scales,
+                             const Queries<TILES>& query) {
+    const int t = threadIdx.x % 4;
+    u32 words[2][PAIRS];
+#pragma unroll
+    for (int half = 0; half < 2; half++) load_words(codes + 4 * PAIRS * t + half * 8 * CODE_STRIDE, words[half]);
+    sum[0] = sum[1] = 0.f;
+#pragma unroll
+    for (int first = 0; first < PAIRS; first += 4) {
+        float block[4] = {};
+#pragma unroll
+        for (int pair = first; pair < first + 4 && pair < PAIRS; pair++) {
+            u32 a[4], b[4];
+            widen_codes(words[0][pair], a);
+            widen_codes(words[1][pair], b);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const uint2 q = query(0, 2 * pair + i);
+                mma_16bit<FORMAT_FP16>(block, a[2 * i], b[2 * i], a[2 * i + 1], b[2 * i + 1], q.x, q.y);
+            }
+        }
+        // The lane's accumulators are of these two blocks.
+        const int own = 2 * first + 2 * t;
+        const bool exists = STEPS % 8 == 0 || own < STEPS;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const u32 both = exists ? *(const u16*)(scales + half * 8 * BLOCK_SCALE_BYTES + own) : 0u;
+            float scale[2];
+            widen_fp16(scale[0], scale[1], permute_bytes(both, 0, 0x4140u) << 7);
+#pragma unroll
+            for (int e = 0; e < 2; e++) sum[half] = multiply_add(block[2 * half + e], scale[e], sum[half]);
+        }
+    }
+}
+
+// Sums over the quad of N values (whole fours) of each lane: lane t gets those of values 4 i + t.
+template <int N>
+DEVICE void share_quad_sums(const float (&values)[N], float (&own)[N / 4]) {
+    const bool high = threadIdx.x & 2, odd = threadIdx.x & 1;
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) {
+        float half[2];
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const float first = values[4 * i + e], second = values[4 * i + 2 + e];
+            half[e] = (high ? second : first) + shuffle_xor(high ? first : second, 2);
+        }
+        own[i] = (odd ? half[1] : half[0]) + shuffle_xor(odd ? half[0] : half[1], 1);
+    }
+}
+
 // product[n] = 16 rows of the readout times 8 queries, without the scales of tiles, of fp8 rows and of queries.
 // codes, scales: of the lane's row g. Every step runs alone and is added with its rows' scales, in the same order for any
-// number of queries; a window of one token has it in every column and keeps the even ones.
-template <int TILES, bool ONE>
+// number of queries.
+template <int TILES>
 DEVICE void dot_readout(float (&product)[TILES][4], const unsigned char* codes, const unsigned char* scales,
                         const Queries<TILES>& query) {
     const int t = threadIdx.x % 4;
@@ -164,10 +233,8 @@ DEVICE void dot_readout(float (&product)[TILES][4], const unsigned char* codes, 
                     mma_16bit<FORMAT_FP16>(d, a[2 * i], b[2 * i], a[2 * i + 1], b[2 * i + 1], q.x, q.y);
                     product[n][0] = multiply_add(d[0], scale0, product[n][0]);
                     product[n][2] = multiply_add(d[2], scale1, product[n][2]);
-                    if constexpr (!ONE) {
-                        product[n][1] = multiply_add(d[1], scale0, product[n][1]);
-                        product[n][3] = multiply_add(d[3], scale1, product[n][3]);
-                    }
+                    product[n][1] = multiply_add(d[1], scale0, product[n][1]);
+                    product[n][3] = multiply_add(d[3], scale1, product[n][3]);
                 }
             }
         }

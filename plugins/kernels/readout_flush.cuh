@@ -8,17 +8,18 @@ constexpr int FOLD_PLANES = STATE_FORMAT == FORMAT_FP32 && ACTIVATION_FORMAT == 
 
 // Rows of the history as the fold's second operand: 8 words of (step of 16 tokens, pair of blocks, lane), two for each of
 // four matrix steps of 8 columns. Built by the whole block. Column g of a matrix step is the one whose accumulator the
-// lane g / 2 owns.
+// lane g / 2 owns. STRIDE: elements between tokens.
+template <int STRIDE>
 DEVICE void build_fold_keys(uint4* fold_keys, const activation_t* tokens) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const u32 selector = g % 2 ? 0x7632u : 0x5410u;
     for (int n = threadIdx.x / 32; n < TOKEN_STEPS * PAIRS; n += WARPS) {
-        const activation_t* at = tokens + (n / PAIRS * 16 + 2 * t) * KEY_STRIDE + n % PAIRS * 32 + g / 2 * 4;
+        const activation_t* at = tokens + (n / PAIRS * 16 + 2 * t) * STRIDE + n % PAIRS * 32 + g / 2 * 4;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             uint2 token[4];  // 2 t, 2 t + 1, 2 t + 8, 2 t + 9
 #pragma unroll
-            for (int i = 0; i < 4; i++) token[i] = *(const uint2*)(at + (i / 2 * 8 + i % 2) * KEY_STRIDE + 16 * half);
+            for (int i = 0; i < 4; i++) token[i] = *(const uint2*)(at + (i / 2 * 8 + i % 2) * STRIDE + 16 * half);
             fold_keys[(2 * n + half) * 32 + lane] = make_uint4(
                 permute_bytes(token[0].x, token[1].x, selector), permute_bytes(token[2].x, token[3].x, selector),
                 permute_bytes(token[0].y, token[1].y, selector), permute_bytes(token[2].y, token[3].y, selector));
@@ -50,16 +51,18 @@ struct FoldCoefficients {
 
 // Folds the history into the part's rows and stores them: s = decay s + sum of coefficient * key.
 // own_values(group, step, v) gives the coefficients of row 8 group + g in tokens 16 step + 2 t, + 1, + 8, + 9.
-// first_row: of the part in its head.
-template <class Values>
-DEVICE void fold_rows(const Values& own_values, const uint4* fold_keys, const StateRows& rows, bool has_state,
-                      float decay, int first_row, const RoundingKey& key) {
+// first_row: of the part in its head. rows_now(): the part's rows, asked for again and again, so that their addresses need
+// not be kept.
+template <class Values, class Rows>
+DEVICE void fold_rows(const Values& own_values, const uint4* fold_keys, const Rows& rows_now, bool has_state, float decay,
+                      int first_row, const RoundingKey& key) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    RawState raw[PAIRS];
+    RawState raw[PAIRS] = {};  // zeros where there is no state yet
     float scale = 1.f;
     const auto load = [&](int group) {
         const int row = 8 * group + g;
         if (!has_state || group >= ROW_GROUPS) return;
+        const StateRows rows = rows_now();
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) load_raw(raw[pair], rows.checkpoint + row * COLUMNS, 32 * pair + 4 * t);
         if constexpr (STATE_FORMAT == FORMAT_FP8) scale = e4m3_scale(rows.checkpoint_scales[row]);
@@ -105,15 +108,15 @@ DEVICE void fold_rows(const Values& own_values, const uint4* fold_keys, const St
                 coefficients[step].multiply_into(update[2], second.x, second.y);
                 coefficients[step].multiply_into(update[3], second.z, second.w);
             }
-            if (has_state) widen(raw[pair], scale, s[pair]);
+            widen(raw[pair], scale, s[pair]);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 const float high = update[i / 2][i % 2], low = update[i / 2][2 + i % 2];
                 const float sum = ACTIVATION_FORMAT == FORMAT_FP16 ? (high + low) * undo : high + low;
-                s[pair][i] = has_state ? multiply_add(decay, s[pair][i], sum) : sum;
+                s[pair][i] = multiply_add(decay, s[pair][i], sum);
             }
         }
-        store_row(s, rows, 8 * group + g, first_row + 8 * group + g, key, [&] { load(group + 1); });
+        store_row(s, rows_now(), 8 * group + g, first_row + 8 * group + g, key, [&] { load(group + 1); });
     }
 }
 

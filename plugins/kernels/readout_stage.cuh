@@ -30,10 +30,10 @@ DEVICE void readout_copy_wait(u64* barrier) {
 // A warp's own rows again, after it has written them; `tile` is the block's, `row` the warp's first row in it.
 DEVICE void readout_copy_again(unsigned char* tile, int row, const StateRows& from) {
     constexpr int CHUNKS = CODE_BYTES / 16;
-    for (int i = threadIdx.x % 32; i < WARP_PARTS * CTA_ROWS * CHUNKS; i += 32)
+    for (int i = threadIdx.x % 32; i < CTA_ROWS * CHUNKS; i += 32)
         copy_async_16(tile + (row + i / CHUNKS) * CODE_STRIDE + i % CHUNKS * 16, from.codes + i * 16, true);
     if constexpr (NVFP4)
-        for (int i = threadIdx.x % 32; i < WARP_PARTS * CTA_ROWS * BLOCK_SCALE_BYTES / 16; i += 32)
+        for (int i = threadIdx.x % 32; i < CTA_ROWS * BLOCK_SCALE_BYTES / 16; i += 32)
             copy_async_16(tile + CODES_SIZE + row * BLOCK_SCALE_BYTES + i * 16, from.block_scales + i * 16, true);
 }
 
@@ -52,6 +52,12 @@ DEVICE void prefetch_rows(const LaterRow& later, int checkpoint_position, const 
     }
 }
 
+// Ring entry of an index below twice the ring's length, in one instruction beside the sum that it is.
+DEVICE u32 wrapped_entry(u32 entry) {
+    const u32 before = entry - RING_LEN;
+    return entry < before ? entry : before;
+}
+
 // Copies `width` elements of a history's tokens to rows of shared memory, KEY_STRIDE or OWN_STRIDE elements apart, and
 // zeros the rows from `zeros` on; rows between the history and `zeros` are left alone. `count` threads share the work.
 // ring: of the slot, at its first element to be copied.
@@ -61,15 +67,16 @@ DEVICE void stage_history(u16* to, const u16* ring, int first_entry, int history
     if constexpr (COUNT % CHUNKS == 0) {
         constexpr u32 STEP = COUNT / CHUNKS;
         const u32 k0 = thread / CHUNKS, offset = thread % CHUNKS * 8;
-        u16* at = to + (k0 * TO_STRIDE + offset);
+        u32 at = shared_address(to + (k0 * TO_STRIDE + offset));
+        hold_until_here(at);
         const u16* from = computed(ring + offset);
 #pragma unroll
         for (u32 n = 0; n < (TOKEN_ROWS + STEP - 1) / STEP; n++) {
             const int k = (int)(k0 + n * STEP);
             if (TOKEN_ROWS % STEP && k >= TOKEN_ROWS) break;
             const bool valid = k < history;
-            const int entry = wrapped(first_entry + (valid ? k : 0));
-            if (valid || k >= zeros) copy_async_16(at + n * STEP * TO_STRIDE, from + entry * FROM_STRIDE, valid);
+            const u16* row = (const u16*)((const char*)from + (u64)wrapped_entry(first_entry + k) * (2 * FROM_STRIDE));
+            if (valid || k >= zeros) copy_async_16_to(at + n * STEP * TO_STRIDE * 2, row, valid);
         }
     } else {
 #pragma unroll
@@ -81,6 +88,41 @@ DEVICE void stage_history(u16* to, const u16* ring, int first_entry, int history
             if (valid || (int)k >= zeros)
                 copy_async_16(to + (k * TO_STRIDE + offset), ring + (entry * FROM_STRIDE + (int)offset), valid);
         }
+    }
+}
+
+// The same where WIDTH fills a warp's copies: each warp copies whole rows.
+template <int WIDTH, int TO_STRIDE, int FROM_STRIDE>
+DEVICE void stage_wide_history(u16* to, const u16* ring, int first_entry, int history, int zeros, u32 thread) {
+    constexpr int CHUNKS = WIDTH / 8;
+    const u32 lane = thread % 32, warp = thread / 32;
+    u32 at = shared_address(to + (warp * TO_STRIDE + lane * 8));
+    hold_until_here(at);
+    const u16* from = computed(ring + lane * 8);
+#pragma unroll
+    for (int n = 0; n < (TOKEN_ROWS + WARPS - 1) / WARPS; n++) {
+        const int k = (int)warp + n * WARPS;
+        if (TOKEN_ROWS % WARPS && k >= TOKEN_ROWS) break;
+        const bool valid = k < history;
+        const u16* row = (const u16*)((const char*)from + (u64)wrapped_entry(first_entry + k) * (2 * FROM_STRIDE));
+        if (valid || k >= zeros)
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c += 32)
+                if (CHUNKS % 32 == 0 || c + 32 <= CHUNKS || c + (int)lane < CHUNKS)
+                    copy_async_16_to(at + (n * WARPS * TO_STRIDE + c * 8) * 2, row + c * 8, valid);
+    }
+}
+
+// body(row, offset) for chunks of 8 of `length` rows of WIDTH elements, a row to a warp.
+template <int WIDTH, class Body>
+DEVICE void for_window_rows(int length, u32 thread, const Body& body) {
+#pragma unroll
+    for (int n = 0; n < (MAX_WINDOW + WARPS - 1) / WARPS; n++) {
+        const int w = (int)(thread / 32) + n * WARPS;
+        if (w >= length) break;
+#pragma unroll
+        for (int c = 0; c < WIDTH / 8; c += 32)
+            if (WIDTH / 8 % 32 == 0 || c + (int)(thread % 32) < WIDTH / 8) body(w, (c + (int)(thread % 32)) * 8);
     }
 }
 

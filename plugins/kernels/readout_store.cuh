@@ -189,7 +189,7 @@ DEVICE void store_nvfp4(const RowValues& s, const float (&own_largest)[BLOCK_SHA
     if constexpr (PAIRS % 4 == 0) {
 #pragma unroll
         for (int i = 0; i < PAIRS; i += 4)
-            *(uint4*)(at + i) = make_uint4(words[i], words[i + PAIRS / 4], words[i + PAIRS / 2], words[i + 3 * PAIRS / 4]);
+            *(uint4*)(at + i) = make_uint4(words[i], words[(i + 1) % PAIRS], words[(i + 2) % PAIRS], words[(i + 3) % PAIRS]);
     } else {
 #pragma unroll
         for (int i = 0; i < PAIRS; i++) at[i] = words[i];
@@ -222,23 +222,24 @@ DEVICE void store_row(const RowValues& s, const StateRows& to, int row, int head
     between();
     // Below 2^15 rounding up stays within fp16.
     const bool plain = STATE_FORMAT == FORMAT_FP16 && STOCHASTIC && reduce_max(largest) >> 23 < 142;
+    u32 words[4];
+    const auto store_all = [&](bool fast) {
 #pragma unroll
-    for (int pair = 0; pair < PAIRS; pair += 2) {
-        u32 words[4], random[2][8] = {};
-        if constexpr (STOCHASTIC) {
-            random_words(words, key, head_row, 32 * pair + 4 * t);
+        for (int pair = 0; pair < PAIRS; pair++) {
+            const int column = 32 * pair + 4 * t;
+            u32 random[8] = {};
+            if constexpr (STOCHASTIC) {
+                if (pair % 2 == 0) random_words(words, key, head_row, column);
 #pragma unroll
-            for (int i = 0; i < 16; i++) random[i / 8][i % 8] = random_bits(words, i);
-        }
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            if (pair + n >= PAIRS) continue;
-            const int column = 32 * (pair + n) + 4 * t, valid = pair + n < PAIRS ? pair + n : 0;
-            if constexpr (READOUT_FORMAT == READOUT_FP8) {
-                *(u32*)(to.codes + row * CODE_BYTES + column) = encode_e4m3(s[valid], field);
-                *(u32*)(to.codes + row * CODE_BYTES + column + 16) = encode_e4m3(s[valid] + 4, field);
+                for (int i = 0; i < 8; i++) random[i] = random_bits(words, pair % 2 * 8 + i);
             }
-            store_checkpoint(to.checkpoint + row * COLUMNS, s[valid], column, random[n], plain, field);
+            if constexpr (READOUT_FORMAT == READOUT_FP8) {
+                *(u32*)(to.codes + row * CODE_BYTES + column) = encode_e4m3(s[pair], field);
+                *(u32*)(to.codes + row * CODE_BYTES + column + 16) = encode_e4m3(s[pair] + 4, field);
+            }
+            store_checkpoint(to.checkpoint + row * COLUMNS, s[pair], column, random, fast, field);
         }
-    }
+    };
+    if (plain) store_all(true);
+    else store_all(false);
 }

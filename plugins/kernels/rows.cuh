@@ -25,10 +25,12 @@ DEVICE Row make_row(int slot, int seq_len, int start, int length, int checkpoint
     else
         row.checkpoint_position = seq_len ? checkpoint_position : 0;
     if (seq_len < row.checkpoint_position || seq_len < 0) row.error |= ERROR_SEQ_LEN_BELOW_CHECKPOINT;
-    if ((long long)seq_len - row.checkpoint_position > max_history) row.error |= ERROR_HISTORY_OUT_OF_RANGE;
-    row.in_range = length >= 0 && start >= 0 && (long long)start + length <= num_tokens;
+    // Differences and sums of what is not negative fit into 32 bits without a sign; the rest has another error already.
+    if (seq_len > row.checkpoint_position && (u32)seq_len - (u32)row.checkpoint_position > (u32)max_history)
+        row.error |= ERROR_HISTORY_OUT_OF_RANGE;
+    row.in_range = (start | length) >= 0 && (u32)start + (u32)length <= (u32)num_tokens;
     if (!row.in_range) row.error |= ERROR_WINDOW_OUT_OF_RANGE;
-    if ((long long)seq_len + length > max_seq_len) row.error |= ERROR_POSITION_PAST_LIMIT;
+    if (seq_len + (long long)length > max_seq_len) row.error |= ERROR_POSITION_PAST_LIMIT;
     if (idle) row.error = 0;
     row.active = !idle && !row.error;
     return row;

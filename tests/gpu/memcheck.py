@@ -29,6 +29,7 @@ CASES = [
     (AttentionGeometry(2, 64), ReplaySettings(max_window=3, max_seq_len=200)),
     (AttentionGeometry(1, 256), ReplaySettings(max_window=1, max_seq_len=100, activation_dtype="float16")),
     (Mamba2Geometry(4, 80, 128, 1), ReplaySettings(buffer_len=4, max_window=2, **READOUT)),
+    (Mamba2Geometry(4, 64, 128, 1), ReplaySettings(buffer_len=4, **READOUT)),
     (Mamba2Geometry(3, 40, 64, 1), ReplaySettings(max_window=5, state_dtype="float8", state_rounding="stochastic")),
     (
         GdnGeometry(1, 2, 64, 40),

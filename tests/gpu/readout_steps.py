@@ -38,12 +38,15 @@ def exact_steps(steps: Steps, kernels) -> tuple[LayerState, LayerState]:
     keys *= integers(*keys.shape, limit=1)
     if mamba2:
         state["ring_B"][:3] = keys.to(steps.dtype)
-        state["ring_x"][:3] = (integers(3, length, heads, rows) / 8 * size).to(steps.dtype)
+        # Every other token is small: S has twice the bits that fp16 keeps, so that all random bits matter.
+        fine = torch.tensor([1.0, 2.0**-12]).repeat(length)[:length, None, None]
+        state["ring_x"][:3] = (integers(3, length, heads, rows) / 8 * fine * size).to(steps.dtype)
         state["ring_dt"][:3] = torch.exp2(integers(3, length, heads, limit=1))
     else:
         state["ring_k"][:3] = keys.to(steps.dtype)
         planes = state["ring_u"].shape[3]
-        u = integers(3, length, heads, planes, rows) / 8 * size[:, None]
+        fine = torch.tensor([1.0, 2.0**-12]).repeat(length)[:length, None, None, None]
+        u = integers(3, length, heads, planes, rows) / 8 * fine * size[:, None]
         u[..., 1:, :] /= 256
         state["ring_u"][:3] = u.to(state["ring_u"].dtype)
         state["ring_g"][:3] = 0.0

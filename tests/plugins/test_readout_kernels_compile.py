@@ -58,7 +58,7 @@ def test_readout_kernels_compile(geometry, settings, arch: int, embedded: bool, 
     defines = dict(config.defines)
     assert config.kernel == f"{geometry.kind}_readout"
     heads, rows, _ = geometry.state_shape
-    parts = defines["CTA_WARPS"] * defines.get("WARP_PARTS", 1)
+    parts = defines["CTA_WARPS"]
     assert config.blocks_x * defines["CTA_ROWS"] * parts == heads * rows
     assert geometry.heads_per_group * rows // defines["CTA_ROWS"] % parts == 0, "a block stays within a group"
     limits = geo.architecture(arch)

@@ -27,7 +27,8 @@ FP8 = {"state_dtype": "float8", "state_rounding": "stochastic"}
 CASES = {
     "super120b-decode": (SUPER, {"readout_dtype": "nvfp4", **FP16}),
     "nano4b-verify5": (NANO, {"max_window": 5, "readout_dtype": "nvfp4", **FP16}),
-    "super120b-verify5-parts": (SUPER, {"max_window": 5, "readout_dtype": "nvfp4", **FP16}),
+    "super120b-verify5": (SUPER, {"max_window": 5, "readout_dtype": "nvfp4", **FP16}),
+    "nano4b-decode": (NANO, {"readout_dtype": "nvfp4", **FP16}),
     "qwen122b-decode": (QWEN122B, {"readout_dtype": "nvfp4", **FP16}),
     "qwen4b-verify5": (QWEN4B, {"max_window": 5, "readout_dtype": "nvfp4", **FP16}),
     "mamba2-fp8-nvfp4": (Mamba2Geometry(8, 64, 128, 2), {"readout_dtype": "nvfp4", **FP8}),
@@ -41,6 +42,10 @@ CASES = {
     "mamba2-odd-fp16": (
         Mamba2Geometry(3, 40, 96, 1),
         {"max_window": 4, "buffer_len": 8, "activation_dtype": "float16", "readout_dtype": "nvfp4", **FP16},
+    ),
+    "mamba2-odd-decode": (
+        Mamba2Geometry(3, 40, 96, 1),
+        {"buffer_len": 8, "activation_dtype": "float16", "readout_dtype": "nvfp4", **FP16},
     ),
     "gdn-fp8-checkpoint": (
         GdnGeometry(2, 8, 128, 64),
@@ -57,20 +62,6 @@ CASES = {
 }
 
 
-class Parts:
-    """Launches in which every warp serves two parts."""
-
-    @staticmethod
-    def mamba2_window(*args) -> torch.Tensor:
-        state = next(arg for arg in args if isinstance(arg, LayerState))
-        arch = launch.device_arch(args[0].device)
-        return launch.mamba2_window(*args, config=readout_config(state.geometry, state.settings, arch, parts=2))
-
-
-def kernels(case: str):
-    return Parts if "parts" in case else launch
-
-
 def make(case: str, seed: int = 0, rows: int = 4, slots: int = 6, **changes) -> Steps:
     geometry, settings = CASES[case]
     return Steps(geometry, ReplaySettings(**{**settings, **changes}), slots, rows, seed, "cuda:0")
@@ -82,7 +73,7 @@ def test_matches_the_reference(case: str) -> None:
     large = "b-" in case
     steps = make(case, rows=3 if large else 4)
     torch.set_num_threads(4)
-    worst = compare(steps, kernels(case), 7 if large else 20)
+    worst = compare(steps, launch, 7 if large else 20)
     torch.set_num_threads(1)
     assert_close(worst, steps)
 
@@ -91,7 +82,7 @@ def test_matches_the_reference(case: str) -> None:
 def test_stores_the_references_bytes(case: str) -> None:
     """Rounding, scales, codes and random bits, where the fold itself is exact."""
     torch.set_num_threads(4)
-    expected, mine = exact_steps(make(case, seed=1), kernels(case))
+    expected, mine = exact_steps(make(case, seed=1), launch)
     torch.set_num_threads(1)
     assert_same_bytes(mine, expected)
 
@@ -103,9 +94,9 @@ def test_repeated_step_is_bit_equal(case: str) -> None:
     state = steps.pool()
     for _ in range(24):
         call = steps.next_call(prefill=False)
-        first = steps.run(kernels(case), state, call)
+        first = steps.run(launch, state, call)
         kept = to_device(state, "cuda")
-        assert torch.equal(first, steps.run(kernels(case), state, call))
+        assert torch.equal(first, steps.run(launch, state, call))
         for name, tensor in state.tensors.items():
             assert torch.equal(tensor.view(torch.uint8), kept[name].view(torch.uint8)), name
 
@@ -119,14 +110,21 @@ class InPlace:
         arch = launch.device_arch(args[0].device)
         return launch.gdn_window(*args, config=readout_config(state.geometry, state.settings, arch, early_64ths=0))
 
+    @staticmethod
+    def mamba2_window(*args) -> torch.Tensor:
+        state = next(arg for arg in args if isinstance(arg, LayerState))
+        arch = launch.device_arch(args[0].device)
+        return launch.mamba2_window(*args, config=readout_config(state.geometry, state.settings, arch, early_rows=0))
 
+
+@pytest.mark.parametrize("geometry", [GdnGeometry(2, 8, 128, 128), Mamba2Geometry(8, 64, 128, 1)])
 @pytest.mark.parametrize("window", [1, 5])
-def test_rows_that_may_fold_begin_first(window: int) -> None:
+def test_rows_that_may_fold_begin_first(geometry, window: int) -> None:
     """Many rows that change places while others fold: each is worked on once, and with the same result."""
     settings = ReplaySettings(max_window=window, readout_dtype="nvfp4", **FP16)
     results = []
     for implementation in (launch, InPlace):
-        steps = Steps(GdnGeometry(2, 8, 128, 128), settings, 310, 300, 4, "cuda:0")
+        steps = Steps(geometry, settings, 310, 300, 4, "cuda:0")
         state, outputs = steps.pool(), []
         for _ in range(30):
             call = steps.next_call()

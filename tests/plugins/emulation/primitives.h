@@ -196,6 +196,10 @@ DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
         if (valid) std::memcpy(shared, global, 16); else std::memset(shared, 0, 16);
     });
 }
+DEVICE u32 shared_address(const void* pointer) { return (u32)((const unsigned char*)pointer - emulation::shared_memory); }
+DEVICE void copy_async_16_to(u32 shared, const void* global, bool valid) {
+    copy_async_16(emulation::shared_memory + shared, global, valid);
+}
 DEVICE void copy_async_commit() {
     auto& fiber = emulation::fibers[emulation::current];
     fiber.groups.push_back(fiber.copies.size());
