@@ -45,8 +45,7 @@ def exact_steps(steps: Steps, kernels) -> tuple[LayerState, LayerState]:
     else:
         state["ring_k"][:3] = keys.to(steps.dtype)
         planes = state["ring_u"].shape[3]
-        fine = torch.tensor([1.0, 2.0**-12]).repeat(length)[:length, None, None, None]
-        u = integers(3, length, heads, planes, rows) / 8 * fine * size[:, None]
+        u = integers(3, length, heads, planes, rows) / 8 * size[:, None]
         u[..., 1:, :] /= 256
         state["ring_u"][:3] = u.to(state["ring_u"].dtype)
         state["ring_g"][:3] = 0.0
