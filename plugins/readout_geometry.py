@@ -33,7 +33,7 @@ MAX_ORDERED_ROWS = 1024
 """Of kernels/row_order.cuh."""
 
 EARLY_ROWS = 16
-"""Rows of a Mamba2 call that may begin before their turn because they fold (kernels/early_rows.cuh)."""
+"""Rows of a Mamba2 call that may begin before their turn because they fold (kernels/early_rows.cuh). Not timed yet."""
 
 ORDERED_ROWS = 64
 """Fewest rows of a call whose rows that may fold begin first: with less, all blocks run at once."""
