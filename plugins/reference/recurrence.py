@@ -84,7 +84,7 @@ def causal_conv1d_recurrence(
     kernel = weight.shape[1]
     before = x.new_zeros(kernel - 1, x.shape[1]) if history is None else history
     inputs = torch.cat((before, x)).double()
-    out = torch.zeros(x.shape, dtype=torch.float64)
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for t in range(x.shape[0]):
         out[t] = (inputs[t : t + kernel] * weight.double().t()).sum(0)
     if bias is not None:

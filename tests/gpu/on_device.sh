@@ -5,8 +5,8 @@
 #
 # Tests: tests (window kernels), prefill, readout, plans (the plugins' PTX as aot_impl returns it, and the runtime around
 # it), sessions (whole generations, captured steps, attention), ranks (two GPUs), trtllm. Others: memcheck, racecheck, initcheck, bench
-# (window kernels and peers), bench_prefill. $PYTEST adds options to pytest (-n 8), $BENCH to benchmarks; $LIMIT is the
-# seconds of a part. Parts run one after the other, because tests side by side starve each other and disturb timings;
+# (window kernels and peers), bench_prefill. $PYTEST are options of pytest (-n 8, which needs pytest-xdist; empty for one
+# process), $BENCH of benchmarks; $LIMIT is the seconds of a part. Parts run one after the other, because tests side by side starve each other and disturb timings;
 # each has its own log in $OUT, so that one failure hides nothing.
 set -u
 cd "$(dirname "$0")/../.."
@@ -37,7 +37,7 @@ run_tests() {  # name, files...
     local name=$1
     shift
     PYTHONPATH="$PYTHONPATH:tests/gpu" part "$name" "${LIMIT:-110}" python3 -m pytest "$@" -v --tb=short \
-        -p no:cacheprovider -p instant_report --import-mode=importlib ${PYTEST:-}
+        -p no:cacheprovider -p instant_report --import-mode=importlib ${PYTEST--n 8}
     grep -E "FAILED|ERROR|passed|failed" "$OUT/$name.log" | tail -n 40
 }
 

@@ -144,7 +144,7 @@ def test_result_does_not_depend_on_the_parts_of_a_block(case: str, monkeypatch: 
 @pytest.mark.parametrize("case", ["super120b-decode", "qwen4b-decode", "nano4b-verify5"])
 def test_replayed_graph_equals_eager(case: str) -> None:
     """One captured step, its positions advanced on the device, against eager steps with the same inputs."""
-    steps = make(case, slots=3, rows=3, seed=3)
+    steps = make(case, slots=3, rows=3, seed=3, settings={"max_seq_len": 20_000})
     call = steps.next_call(odd_rows=False, prefill=False)
     call.rows[0].zero_()
     states = steps.pool(), steps.pool()
