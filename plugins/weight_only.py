@@ -47,8 +47,8 @@ ASSUMED_ARCH = 90
 BLOCKS_WANTED = 2 * 132
 """Blocks below which a dense product splits its columns; twice the multiprocessors of an H200."""
 MOST_TILE_TOKENS = 64
-WGMMA_TOKENS = 1 << 30
-"""Tokens of a tile from which Hopper's products by groups of four warps are used: none, until they have met a GPU."""
+WGMMA_TOKENS = 32
+"""Tokens of a tile from which Hopper's products by groups of four warps are used."""
 WORDS_AT_A_TIME = 1 << 24
 """32-bit words that `pack_words` converts at a time."""
 PACKED_BYTES = 1 << 26
