@@ -73,9 +73,7 @@ def test_tiles_unpack_to_the_weight(format: str, columns: int, experts: tuple[in
 
 
 @devices
-@pytest.mark.parametrize(
-    ("format", "dtype"), [("nvfp4", torch.bfloat16), ("nvfp4", torch.float16), ("fp8", torch.float16)]
-)
+@pytest.mark.parametrize(("format", "dtype"), [("nvfp4", torch.bfloat16), ("fp8", torch.float16)])
 def test_dequantize_rounds_once(format: str, dtype: torch.dtype, device: str) -> None:
     held, wide = weight(format, (24, 192), dtype, device)
     got = weight_only.dequantize(held, dtype)
@@ -97,9 +95,7 @@ SHAPES = {
         for shape in SHAPES[device]
     ],
 )
-@pytest.mark.parametrize(
-    ("format", "dtype"), [("nvfp4", torch.bfloat16), ("nvfp4", torch.float16), ("fp8", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("format", "dtype"), [("nvfp4", torch.float16), ("fp8", torch.bfloat16)])
 def test_linear(format, dtype, device: str, tokens: int, out_features: int, in_features: int) -> None:
     held, wide = weight(format, (out_features, in_features), dtype, device)
     x = torch.randn(tokens, in_features + 8, device=device).to(dtype)[:, 8:]
@@ -254,7 +250,7 @@ def test_forms_of_the_product_by_tokens_used(form: dict, device: str) -> None:
             assert_close(out, x.double() @ wide.T, x.double().abs() @ wide.abs().T, 1.01)
 
 
-@pytest.mark.parametrize("arch", [80, 89, 90])
+@pytest.mark.parametrize("arch", [80, 90])
 def test_compiles_without_spills(arch: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(weight_only, "ASSUMED_ARCH", arch)
     x = torch.zeros(4, 128, dtype=torch.bfloat16)
