@@ -196,7 +196,7 @@ def condition(line: Line) -> dict:
 
 
 def split_table(lines: list[Line]) -> str:
-    kinds = ("ssm", "conv", "attention", "matmul", "elementwise", "other", "copy")
+    kinds = ("ssm", "conv", "attention", "matmul", "routing", "elementwise", "other", "copy")
     rows = []
     for line in decode_lines(lines):
         if line["batch"] != 256 or "split_us" not in line:
@@ -278,6 +278,26 @@ def natural_table(lines: list[Line]) -> str:
     return table(head, rows)
 
 
+def product_table(lines: list[Line]) -> str:
+    """Ours of each condition beside what else multiplies the same."""
+    rows = []
+    order = lambda line: (line["op"], NAMES.get(line["geometry"], line["geometry"]), line["batch"])  # noqa: E731
+    for line in sorted(select(lines, benchmark="weight_only", variant="ours"), key=order):
+        same = {name: line[name] for name in ("benchmark", "op", "geometry", "batch")}
+        others = [select(lines, **same, variant=variant) for variant in ("dequantize", "cublas", "grouped_mm")]
+        rows.append(
+            [
+                f"{NAMES.get(line['geometry'], line['geometry'])}, {line['format']}, {line['batch']} tokens",
+                f"{line['median_us']:.0f}",
+                f"{100 * line['gb_s'] / line['ceiling_gb_s']:.0f} %",
+                f"{line['tflop_s']:.0f}",
+                *(f"{found[0]['median_us']:.0f}" if found else "" for found in others),
+            ]
+        )
+    head = ["product", "us", "of reading the packed weights once", "TFLOP/s", "dequantized, cuBLAS us"]
+    return table([*head, "bf16 weights, cuBLAS us", "bf16 experts, torch._grouped_mm us"], rows)
+
+
 def sessions_table() -> str:
     """Computed, not measured: whole slots of the published shapes beside their weights."""
     rows = []
@@ -354,7 +374,7 @@ def longest_contexts(lines: Iterable[Line]) -> list[Line]:
 def provenance(lines: list[Line]) -> str:
     rows = {}
     for line in lines:
-        if line["benchmark"].startswith("e2e_") or line["benchmark"] in KERNEL_BENCHMARKS:
+        if line["benchmark"].startswith("e2e_") or line["benchmark"] in ("weight_only", *KERNEL_BENCHMARKS):
             rows.setdefault((line["benchmark"], line["gpu"], line["commit"]), []).append(line["date"][:16])
     return table(
         ["benchmark", "GPU", "commit", "lines", "newest"],
@@ -377,6 +397,7 @@ def render(lines: list[Line]) -> str:
         "speculation": speculation_table(lines),
         "natural": natural_table(lines),
         "serving": serving_table(lines),
+        "products": product_table(lines),
         "sessions": sessions_table(),
         "traffic": traffic_table(),
         "precision": precision_table(lines),

@@ -47,8 +47,10 @@ ASSUMED_ARCH = 90
 BLOCKS_WANTED = 2 * 132
 """Blocks below which a dense product splits its columns; twice the multiprocessors of an H200."""
 MOST_TILE_TOKENS = 64
-WGMMA_TOKENS = 32
-"""Tokens of a tile from which Hopper's products by groups of four warps are used."""
+WGMMA_TOKENS = 1 << 30
+"""Tokens of a tile from which Hopper's products by groups of four warps are used: none, because they are right on an
+H200, but have not been timed there. 32 turns them on."""
+ROUTED_PAIRS = 1 << 13
 WORDS_AT_A_TIME = 1 << 24
 """32-bit words that `pack_words` converts at a time."""
 PACKED_BYTES = 1 << 26
@@ -261,12 +263,14 @@ def _gemm_config(
 
 def plan_route(ids: Tensor, experts: int, tile_tokens: int, order: Tensor, tiles: Tensor) -> Launch:
     """order, tiles = the pairs of ids int64 [T, top_k] by expert; int32 [pairs], [`most_tiles`, 3]."""
-    threads = 1024
-    config = KernelConfig(
-        "route_experts", (("BULK_COPY", 0), ("THREADS", threads)), 1, threads, 4 * experts + 8 * threads
-    )
-    arguments = [ids, ids.numel(), experts, tile_tokens, tiles.shape[0], order, tiles]
-    return Launch(config, arguments, 1)
+    threads, pairs = 1024, ids.numel()
+    needed = 4 * experts + 8 * threads
+    # In steps, because every amount of shared memory is a kernel of its own to the launcher.
+    staged = needed + -(-pairs // ROUTED_PAIRS) * ROUTED_PAIRS * 4
+    fits = staged <= architecture(launch.device_arch(ids.device) if ids.is_cuda else ASSUMED_ARCH).shared_per_block
+    defines = (("BULK_COPY", 0), ("THREADS", threads))
+    config = KernelConfig("route_experts", defines, 1, threads, staged if fits else needed)
+    return Launch(config, [ids, pairs, experts, tile_tokens, tiles.shape[0], int(fits), order, tiles], 1)
 
 
 def most_tiles(pairs: int, experts: int, tile_tokens: int) -> int:

@@ -3,7 +3,10 @@
 // The order within an expert is that of arrival, which changes from run to run and changes nothing: a pair is a column of
 // a matrix product of its own. Pairs of an expert that does not exist are left out.
 //
-// Stamped in: THREADS, SHARED_BYTES.
+// One multiprocessor stores single words slowly to places all over memory, so the order is made in shared memory (staged)
+// where it fits, which the host has made large enough then.
+//
+// Stamped in: THREADS.
 #include "primitives.cuh"
 
 // Calls use(pair, expert) for the thread's share of the pairs whose expert exists.
@@ -23,7 +26,7 @@ DEVICE void for_pairs(const long long* ids, int pairs, int experts, Use use) {
 KERNEL(THREADS, 1)
 route_experts(
     // ids [pairs]
-    const long long* ids, int pairs, int experts, int tile_tokens, int max_tiles,
+    const long long* ids, int pairs, int experts, int tile_tokens, int max_tiles, int staged,
     // order [pairs]; tiles [max_tiles, 3]: expert, first of `order`, count, which is 0 behind the last tile
     int* order, int* tiles) {
     DYNAMIC_SHARED(memory);
@@ -47,6 +50,7 @@ route_experts(
         sums[tid] += more_pairs, sums[THREADS + tid] += more_tiles;
         sync_threads();
     }
+    const int placed = sums[THREADS - 1];
     int first = sums[tid] - own_pairs, tile = sums[THREADS + tid] - own_tiles;
     for (int e = begin; e < end; e++) {
         const int count = next[e];
@@ -59,5 +63,9 @@ route_experts(
     }
     for (int i = sums[2 * THREADS - 1] + tid; i < max_tiles; i += THREADS) tiles[3 * i + 2] = 0;
     sync_threads();
-    for_pairs(ids, pairs, experts, [&](int pair, int expert) { order[atomic_add(next + expert, 1)] = pair; });
+    int* made = staged ? sums + 2 * THREADS : order;
+    for_pairs(ids, pairs, experts, [&](int pair, int expert) { made[atomic_add(next + expert, 1)] = pair; });
+    if (!staged) return;
+    sync_threads();
+    for (int i = tid; i < placed; i += THREADS) order[i] = made[i];
 }

@@ -125,8 +125,15 @@ def test_splits_cover_all_columns_and_each_has_work() -> None:
 
 
 @devices
-@pytest.mark.parametrize(("tokens", "top_k", "experts", "tile"), [(1, 2, 5, 16), (29, 3, 7, 16), (9, 1, 2000, 8)])
-def test_pairs_are_sorted_by_expert_and_cut_into_tiles(tokens, top_k, experts, tile, device: str) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "tile", "staged"),
+    [(1, 2, 5, 16, True), (29, 3, 7, 16, False), (9, 1, 2000, 8, True)],
+)
+def test_pairs_are_sorted_by_expert_and_cut_into_tiles(
+    tokens, top_k, experts, tile, staged: bool, device: str, monkeypatch
+) -> None:
+    if not staged:
+        monkeypatch.setattr(weight_only, "ROUTED_PAIRS", 1 << 17)  # more than fit into shared memory
     ids = torch.rand(tokens, experts, device=device).topk(top_k).indices
     ids[:: 2 if tokens > 1 else 1, 0] = experts - 1
     if tokens > 1:
