@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
@@ -194,6 +195,7 @@ def test_interleavings_of_captured_steps(tiny_engine, alone, monkeypatch, draft,
     if draft == "halves":
         draft = "ngram"
         monkeypatch.setattr("replayssm.runtime.scheduler.HALVED_ROWS", 2)
+        monkeypatch.setattr("replayssm.runtime.scheduler.GATHERED_ROWS", 1)
         monkeypatch.setattr("replayssm.runtime.program.SPLIT_TOKENS", 1)
     engine = tiny_engine("nano", buffer_len=buffer_len)
     for seed in range(3):
@@ -232,6 +234,32 @@ def test_a_step_starts_before_the_last_one_was_read(tiny_engine, alone, buffer_l
     assert session.free_slots == 2
     assert max(len(run) for run in "".join(event[0] for event in events).split("r")) == 2, "two at most, and two"
     assert events.count("start") == events.count("read") == scheduler.stats.steps
+
+
+@pytest.mark.parametrize(("graphs", "least"), [(True, 8), (False, 1)])
+def test_chunks_of_prompts_gather_beside_many_decoding_rows(tiny_engine, alone, monkeypatch, graphs, least):
+    """Where steps are captured; the tokens stay those of a request alone."""
+    monkeypatch.setattr("replayssm.runtime.scheduler.GATHERED_ROWS", 2)
+    session = Session(tiny_engine("nano"), slots=5, prefill_chunk=CHUNK, graphs=graphs)
+    scheduler, chunk_steps, start_step = Scheduler(session), [], session.start_step
+
+    def seen(rows, *more):
+        if any(len(row.tokens) > session.settings.max_window for row in rows):
+            chunk_steps.append(scheduler.stats.steps)
+        return start_step(rows, *more)
+
+    session.start_step = seen
+    long = [scheduler.submit(Request.create(session, PROMPTS[0], 90, end_tokens=())) for _ in range(3)]
+    while scheduler.waiting or any(request.plan for request in scheduler.running):
+        scheduler.step()
+    chunk_steps.clear()
+    late = [scheduler.submit(request_for(session, index)) for index in (1, 4)]
+    while scheduler.step():
+        pass
+    assert [request.generated for request in late] == [alone("nano")[index] for index in (1, 4)]
+    assert all(request.finish_reason == "length" for request in long)
+    assert len(chunk_steps) > 3
+    assert min(b - a for a, b in itertools.pairwise(chunk_steps)) == least
 
 
 def test_drafting_requests_take_turns_in_two_halves(tiny_engine, alone, monkeypatch):
