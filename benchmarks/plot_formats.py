@@ -112,15 +112,17 @@ def accuracy_table(lines: list[dict[str, Any]]) -> str:
             found = {line["tier"]: line for line in own if line["format"] == name}
             if found:
                 simulated = " (simulated)" if all("simulated" in line["variant"] for line in found.values()) else ""
-                cells = [_change(found[tier]) if tier in found else "" for tier in tiers]
+                cells = [_change(found[tier], not simulated) if tier in found else "" for tier in tiers]
                 text.append(f"| {name}{simulated} | {' | '.join(cells)} |")
         text.append("")
     return "\n".join(text)
 
 
-def _change(line: dict[str, Any]) -> str:
+def _change(line: dict[str, Any], marked: bool) -> str:
+    """marked: say of a simulated line that it is one."""
     low, high = (100 * bound for bound in line["difference_interval_95"])
-    return f"{100 * line['difference']:+.1f} ({low:+.1f} to {high:+.1f})"
+    simulated = ", simulated" if marked and "simulated" in line["variant"] else ""
+    return f"{100 * line['difference']:+.1f} ({low:+.1f} to {high:+.1f}{simulated})"
 
 
 def main(lines: list[dict[str, Any]], docs: Path) -> None:
