@@ -207,8 +207,15 @@ gdn_readout(
     if (flush) {
         build_fold_keys<KEY_STRIDE>((uint4*)shared.area, shared.k);
         sync_threads();
-        fold_history((const uint4*)shared.area, own_u, gates, STATE_ROWS(slot).from(own_row), row.checkpoint_position > 0,
-                     first_row, ROUNDING_KEY(head, row.seq_len));
+        // What costs fewest registers: addresses that are computed again for a window of one token, or kept.
+        const StateRows kept = STATE_ROWS(slot).from(own_row);
+        const auto rows = [&] {
+            u32 slot_now = slot;
+            hold_until_here(slot_now);
+            return ONE ? STATE_ROWS((int)slot_now).from(own_row) : kept;
+        };
+        fold_history((const uint4*)shared.area, own_u, gates, rows, row.checkpoint_position > 0, first_row,
+                     ROUNDING_KEY(head, row.seq_len));
         sync_threads();
         // An empty history from here on, and the readout as it has been stored.
         // What was known of the row is read again: kept through the fold it would cost registers.

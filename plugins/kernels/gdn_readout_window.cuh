@@ -184,7 +184,9 @@ DEVICE void stage_u(u16* to, const u16* ring, int first_entry, int history) {
 }
 
 // Folds the history, whose keys lie in `fold_keys` already, into the warp's rows and stores them.
-DEVICE void fold_history(const uint4* fold_keys, const u16* u, const Gates& gates, const StateRows& rows, bool has_state,
+// rows(): the warp's, asked for again and again.
+template <class Rows>
+DEVICE void fold_history(const uint4* fold_keys, const u16* u, const Gates& gates, const Rows& rows, bool has_state,
                          int first_row, const RoundingKey& key) {
     const int lane = threadIdx.x % 32, t = lane % 4;
     const auto own_values = [&](int group, int step, float(&values)[4]) {
@@ -201,7 +203,7 @@ DEVICE void fold_history(const uint4* fold_keys, const u16* u, const Gates& gate
             values[i] *= gates.past[16 * step + i / 2 * 8 + 2 * t + i % 2];
         }
     };
-    fold_rows(own_values, fold_keys, [&] { return rows; }, has_state, gates.history, first_row, key);
+    fold_rows(own_values, fold_keys, rows, has_state, gates.history, first_row, key);
 }
 
 // Coefficients of u in 16 tokens for 8 queries, split into bf16 halves, as a second operand.
