@@ -13,6 +13,7 @@ import click
 
 from replayssm.scripts.config_file import apply_config
 from replayssm.scripts.files import check_writable, write_lines
+from replayssm.scripts.parallel_option import tensor_parallel_option
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -21,7 +22,7 @@ _COMMON = (
     click.option("--engine", "--engine-dir", required=True, type=ENGINE, help="Engine directory."),
     click.option("--dataset", required=True, type=FILE, help="JSON lines, as `bench prepare-dataset` writes them."),
     click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"])),
-    click.option("--tensor-parallel-size", "--tp-size", "--tp", default=1, type=click.IntRange(1), help="GPUs."),
+    tensor_parallel_option,
     click.option("--config", "--extra-llm-api-options", type=FILE, help="YAML with trtllm-bench's keys; goes first."),
     click.option(
         "--num-requests",

@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from replayssm.scripts.parallel_option import tensor_parallel_option
+
 
 @click.command()
 @click.option(
@@ -57,14 +59,7 @@ import click
     show_default=True,
     help="cuda: the first GPU, with this project's kernels and captured steps.",
 )
-@click.option(
-    "--tensor-parallel-size",
-    "--tp-size",
-    default=1,
-    show_default=True,
-    type=click.IntRange(1),
-    help="GPUs (or processes, on the CPU) that share the model.",
-)
+@tensor_parallel_option
 @click.option("--verify", is_flag=True, help="Check every file of the engine against its SHA-256 first.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object (a list of them for several prompts).")
 @click.option("--stream", is_flag=True, help="Print text as it is generated.")

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from replayssm.scripts.config_file import apply_config
+from replayssm.scripts.parallel_option import tensor_parallel_option
 
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 AT_LEAST_0, AT_LEAST_1 = click.IntRange(0), click.IntRange(1)
@@ -29,14 +30,7 @@ CACHED_BATCH_SIZE = 256
 @click.option("--host", default="localhost", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
-@click.option(
-    "--tensor-parallel-size",
-    "--tp-size",
-    default=1,
-    show_default=True,
-    type=click.IntRange(1),
-    help="GPUs (or processes, on the CPU) that share the model.",
-)
+@tensor_parallel_option
 @click.option("--cuda-graphs/--no-cuda-graphs", default=None, help="Capture steps.  [default: on CUDA]")
 @click.option("--served-model-name", help="Name that clients use.  [default: the model's]")
 @click.option("--max-batch-size", type=int, help="Sequences at the same time.  [default: what the memory holds]")

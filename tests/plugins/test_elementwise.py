@@ -6,7 +6,6 @@ The judge is the PyTorch form on fp64 inputs, which does not round. A result may
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -17,31 +16,15 @@ from replayssm.plugins import elementwise, nvrtc
 from replayssm.runtime import functional_ops as F
 
 sys.path.append(str(Path(__file__).parent / "emulation"))
-from emulate import Emulated
+from launches import devices, emulated_launches  # noqa: F401
 
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Half a unit in the last place, relative to the number."""
 
-emulation = pytest.param("cpu", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++"))
-gpu = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-)
-devices = pytest.mark.parametrize("device", [emulation, gpu])
-
 
 @pytest.fixture(autouse=True)
-def _emulated_launches(monkeypatch):
-    """Launches on CPU tensors run in the emulation."""
-    run = elementwise.Launch.run
-
-    def launch(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            run(self, device)
-        else:
-            Emulated()._call(self.config, self.arguments, self.blocks_y, grid_x=self.blocks_x)
-
-    monkeypatch.setattr(elementwise.Launch, "run", launch)
+def _poisoned_memory(monkeypatch):
+    """What launches write to holds NaN before."""
     empty = torch.empty_like
     poisoned = lambda *args, **options: empty(*args, **options).fill_(torch.nan)  # noqa: E731
     monkeypatch.setattr(torch, "empty_like", poisoned)

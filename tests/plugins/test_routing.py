@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from replayssm.plugins import elementwise, routing
+from replayssm.plugins import routing
 from replayssm.runtime import functional_ops as F
 
 sys.path.append(str(Path(__file__).parent / "emulation"))
-from emulate import Emulated
-
-emulation = pytest.param("cpu", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++"))
-gpu = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-)
-devices = pytest.mark.parametrize("device", [emulation, gpu])
+from launches import devices, emulated_launches  # noqa: F401
 
 ROUNDING = 2.0**-20
 """Weights are a few fp32 operations away from those of PyTorch, whose exponential differs in the last bits."""
-
-
-@pytest.fixture(autouse=True)
-def _emulated_launches(monkeypatch):
-    run = elementwise.Launch.run
-
-    def launch(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            run(self, device)
-        else:
-            Emulated()._call(self.config, self.arguments, self.blocks_y, self.blocks_z, self.blocks_x)
-
-    monkeypatch.setattr(elementwise.Launch, "run", launch)
 
 
 @devices

@@ -5,41 +5,24 @@ The judge is fp64 over the dequantized weights; tolerances are those of packed_p
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from replayssm.plugins import elementwise, nvfp4, nvrtc, weight_only
+from replayssm.plugins import nvfp4, nvrtc, weight_only
 from replayssm.plugins.weight_only import Weight
 
 sys.path.append(str(Path(__file__).parent / "emulation"))
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
-from emulate import Emulated
+from launches import devices, emulated_launches, emulation, gpu  # noqa: F401
 from packed_products import UNIT, assert_close, experts_of, weight, wide_moe
-
-emulation = pytest.param("cpu", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++"))
-gpu = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-)
-devices = pytest.mark.parametrize("device", [emulation, gpu])
 
 
 @pytest.fixture(autouse=True)
-def _emulated_launches(monkeypatch):
-    """Launches on CPU tensors run in the emulation, and what they write to holds NaN (integers: -1) before."""
-    run = elementwise.Launch.run
-
-    def launch(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            run(self, device)
-        else:
-            Emulated()._call(self.config, self.arguments, self.blocks_y, self.blocks_z, self.blocks_x)
-
-    monkeypatch.setattr(elementwise.Launch, "run", launch)
+def _poisoned_memory(monkeypatch):
+    """What launches write to holds NaN before (integers: -1)."""
     empty = torch.empty
 
     def poisoned(*args, **options) -> torch.Tensor:
