@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy
 import torch
 from e2e_model import Model
 
@@ -157,7 +158,7 @@ class Run:
         if not self.clocks:
             return {}
         clocks, power = zip(*self.clocks, strict=True)
-        return {"sm_clock_mhz": percentile(clocks, 0.5), "power_w": round(percentile(power, 0.5))}
+        return {"sm_clock_mhz": round(percentile(clocks, 0.5)), "power_w": round(percentile(power, 0.5))}
 
     def check(self) -> None:
         """RuntimeError if the device refused a row or logits were not finite."""
@@ -294,8 +295,8 @@ def kernel_class(name: str) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    """The value at that share, between neighbours in proportion: the median of an even number is their middle."""
+    return float(numpy.quantile(values, share))
 
 
 def interleaved(runs: dict[str, Run], steps: int, cycle: int, rounds: int) -> dict[str, list[float]]:

@@ -274,3 +274,10 @@ def test_tensor_parallel_lines(tiny: Path, tmp_path: Path) -> None:
     assert divided["logits_distance"] == 0.0 < 0.1 < divided["logits_distance_without_context"]
     assert divided["state_bytes"] == whole["state_bytes"]
     assert divided["tokens_per_s"] == pytest.approx(3e6 / divided["median_us"], abs=0.1)
+
+
+def test_percentile_lies_between_neighbours():
+    """A median of two must not be the slower one: it would favour whoever is compared with it."""
+    assert e2e_run.percentile([4.0, 1.0], 0.5) == 2.5
+    assert e2e_run.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert e2e_run.percentile([7.0], 0.9) == 7.0
