@@ -95,14 +95,15 @@ def _split_routers(network: Network, nodes: list[Node]) -> list[Node]:
 
 
 def _tile_weights(network: Network, node: Node) -> Node:
-    if network.spec(node.inputs[0]).dtype not in ("bfloat16", "float16"):
+    dtype = network.spec(node.inputs[0]).dtype
+    if dtype not in ("bfloat16", "float16"):
         return node
     at = ops.WEIGHT_OPERATORS[node.op]
     inputs, projections = list(node.inputs[:at]), []
     for projection in node.attributes.get("projections", [node.attributes]):
         count = 1 + ops.scale_count(projection["format"], projection["activations"])
         tensors, at = list(node.inputs[at : at + count]), at + count
-        if (features := _tiled_features(network, node.op, projection["format"], tensors)) is not None:
+        if (features := _tiled_features(network, node.op, projection["format"], tensors, dtype)) is not None:
             projection = {**projection, "tiles": features}
             tensors[0] += TILES
             if projection["format"] == "nvfp4":
@@ -119,11 +120,15 @@ def _fp8_product(node: Node) -> Node:
     return replace(node, op="fp8_linear", attributes={"output_dtype": node.attributes["output_dtype"]})
 
 
-def _tiled_features(network: Network, op: str, format: str, tensors: list[str]) -> list[int] | None:
+def _tiled_features(
+    network: Network, op: str, format: str, tensors: list[str], activation_dtype: str
+) -> list[int] | None:
     """[out, in] of a weight that the kernels take; None for others, such as 16-bit ones without experts."""
     if tensors[0] not in network.weights or (op == "linear" and format == "dense"):
         return None
     if format == "nvfp4" and tensors[1] != tensors[0] + BLOCK_SCALE:
+        return None
+    if format == "dense" and network.weights[tensors[0]].dtype != activation_dtype:
         return None
     *_, rows, columns = network.weights[tensors[0]].shape
     columns *= 2 if format == "nvfp4" else 1
@@ -246,7 +251,7 @@ def linear(
         rows = x if elementwise.supports(x) else x.contiguous()
         if x.is_cuda and weight_only.takes(rows):
             return weight_only.linear(rows, held, output_dtype)
-        weight, *scales = _checkpoint_tensors(held, scales[-1] if activations is not None else None)
+        weight, *scales = _checkpoint_tensors(held, scales[-1] if activations is not None else None, x.dtype)
     narrow = x.is_cuda and x.dtype in elementwise.SIXTEEN_BITS and x.dim() == 2 and weight.dtype == x.dtype
     if narrow and output_dtype == torch.float32 and format == "dense":
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -277,11 +282,11 @@ def _held(tensors: Sequence[Tensor], projections: Sequence[dict[str, Any]]) -> l
     return found
 
 
-def _checkpoint_tensors(held: weight_only.Weight, input_scale: Tensor | None) -> list[Tensor]:
-    """What `functional_ops` reads: codes, block scales, scale, input scale, as far as there are."""
+def _checkpoint_tensors(held: weight_only.Weight, input_scale: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    """What `functional_ops` reads: codes, block scales, scale, input scale, as far as there are; dtype: of 16 bits."""
     found = weight_only.unpack(held)
     if held.format == "dense":
-        found = [tensor.view(torch.bfloat16) for tensor in found]
+        found = [tensor.view(dtype) for tensor in found]
     return found + [scale for scale in (held.scale, input_scale) if scale is not None]
 
 
@@ -323,7 +328,7 @@ def moe(
         own, at = tensors[at : at + count], at + count
         if "tiles" in projection:
             (held,) = _held(own, [projection])
-            own = _checkpoint_tensors(held, own[-1] if rounded else None)
+            own = _checkpoint_tensors(held, own[-1] if rounded else None, x.dtype)
         plain += own
     projections = [{"format": p["format"], "activations": p["activations"]} for p in projections]
     return ops.moe(x, ids, weights, *plain, activation=activation, projections=projections, emulate=emulate)

@@ -372,10 +372,11 @@ class Session:
             if baseline and self._is_final(self._windows[row.slot]):
                 raise ValueError(f"slot {row.slot}: the baseline cannot run a window again, call advance first")
             self._check_length(row.slot, row.tokens)
-        tokens = chain.from_iterable(row.tokens for row in rows)
-        if self.can_run_ahead:
-            tokens = [token for token in tokens if token != LAST_CHOSEN]
-        check_token_ids(tokens, self.engine.vocab_size)
+        ahead = self.settings.max_window if self.can_run_ahead else 0
+        given = (
+            row.tokens[1:] if len(row.tokens) <= ahead and row.tokens[0] == LAST_CHOSEN else row.tokens for row in rows
+        )
+        check_token_ids(chain.from_iterable(given), self.engine.vocab_size)
 
     def _check_tokens(self, slot: int, tokens: Sequence[int]) -> None:
         self._check_length(slot, tokens)

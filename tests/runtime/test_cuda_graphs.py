@@ -168,6 +168,14 @@ def test_a_last_choice_needs_captured_steps(tiny_engine):
         plain.step([Row(0, [LAST_CHOSEN])])
 
 
+@pytest.mark.parametrize("tokens", [[5, LAST_CHOSEN], [LAST_CHOSEN] * 2, [LAST_CHOSEN, *range(8)]])
+def test_a_last_choice_is_the_first_token_of_a_captured_row(tokens, tiny_engine):
+    """Elsewhere nothing replaces it: it would be looked up in the embedding."""
+    _, captured = pair(tiny_engine("nano"))
+    with pytest.raises(ValueError, match="token id -1 is outside the vocabulary"):
+        captured.step([Row(0, tokens)])
+
+
 def test_draft_steps_equal_eager_ones(tiny_engine):
     """Rows of several lengths with hidden states of their own, then the recursion of one token a row."""
     sessions = pair(tiny_engine("qwen"))

@@ -209,3 +209,19 @@ def test_products_of_fp8_weights_round_activations_where_the_recipe_does(tiny_ch
     options = {"format": "fp8", "activations": "fp8", "output_dtype": torch.bfloat16}
     assert torch.equal(got, ops.linear(x, *tensors, emulate=True, **options))
     assert not torch.equal(got, ops.linear(x, *tensors, emulate=False, **options))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dense_experts_in_tiles_keep_their_dtype(dtype, tiny_checkpoint):
+    """Tiles are bytes: put back, 16-bit weights must be read as the dtype that they had. Tolerance as above."""
+    checkpoint = Checkpoint.open(tiny_checkpoint("qwen_moe"))
+    traced = build_networks(checkpoint.config, lambda module: "dense", dtype, mtp=False)
+    weights = {name: traced.weight_plan[name].load(checkpoint.tensor) for name in traced.main.weights}
+    settings = ReplaySettings(buffer_len=4, max_window=3, max_seq_len=64, activation_dtype=dtype)
+    logits = []
+    for fuse in (False, True):
+        states = {name: allocate_state(spec.geometry, settings, 2) for name, spec in traced.main.states.items()}
+        executor = Executor(traced.main, weights, states, unpack_weights=False, fuse=fuse)
+        logits.append(executor(rows([5, 7], [0, 0]))["logits"])
+    assert any(name.endswith(fusion.TILES) for name in executor._unpacked)
+    assert (logits[1] - logits[0]).norm() / logits[0].norm() < 0.05
