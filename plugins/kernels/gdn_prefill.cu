@@ -10,6 +10,7 @@
 #define CHUNK_BETA 1
 #include "gdn_window.cuh"
 #include "chunk_prepare.cuh"
+#include "gdn_parameters.cuh"
 
 struct Shared {
     alignas(128) activation_t k[STAGES][CHUNK * CHUNK_STRIDE];
@@ -358,16 +359,7 @@ DEVICE void walk(Shared& shared, const Inputs& in, int first, float (&s)[COLUMN_
 }
 
 KERNEL(BLOCK_THREADS, MIN_CTAS)
-gdn_prefill(
-    // as in gdn_window.cu
-    const activation_t* q, const activation_t* k, const activation_t* v, const activation_t* a, const activation_t* b,
-    const float* A_log, const float* dt_bias, const state_t* checkpoint_in, const int* position_in,
-    const activation_t* ring_k_in, const u16* ring_u_in, const float* ring_g_in, const int* error_flag_in,
-    const int* seq_lens, const int* window_starts, const int* window_lens, const int* state_batch_indices,
-    int num_tokens, int num_slots, int max_seq_len, int layer, int skip_prefill, int q_stride, int k_stride,
-    int v_stride, int a_stride, int b_stride, int checkpoint_stride, int position_stride, int ring_k_stride,
-    int ring_u_stride, int ring_g_stride, activation_t* o, state_t* checkpoint, int* position, activation_t* ring_k,
-    u16* ring_u, float* ring_g, int* error_flag) {
+gdn_prefill(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
     const int warp = threadIdx.x / 32;

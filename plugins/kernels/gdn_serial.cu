@@ -6,7 +6,7 @@ constexpr int PASS_ROWS = CTA_ROWS % 16 == 0 && COLUMNS <= 128 ? 16 : 8;
 
 KERNEL(THREADS, MIN_CTAS)
 gdn_serial(
-    // as in gdn_window.cu; parts that the mode does not keep are null
+    // as in gdn_parameters.cuh; parts that the mode does not keep are null
     const activation_t* q, const activation_t* k, const activation_t* v, const activation_t* a, const activation_t* b,
     const float* A_log, const float* dt_bias, const state_t* checkpoint_in, const int* position_in,
     const activation_t* ring_k_in, const ring_u_t* ring_u_in, const float* ring_g_in, const state_t* snapshots_in,

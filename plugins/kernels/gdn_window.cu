@@ -8,6 +8,7 @@
 // Stamped in: NUM_K_HEADS, NUM_V_HEADS, HEAD_K_DIM, HEAD_V_DIM, ROW_TILES, CTA_ROWS, MAX_PARTS, STAGES,
 // U_REPLACES_QUERIES, BUFFER_LEN, MAX_WINDOW, STATE_FORMAT, ACTIVATION_FORMAT, U_PLANES, BULK_COPY, MIN_CTAS, SHARED_BYTES.
 // (AHEAD_ROWS is not used: blocks wait for their rings too seldom to ask for later ones.)
+#include "gdn_parameters.cuh"
 #include "gdn_rows.cuh"
 #include "gdn_solve.cuh"
 
@@ -115,22 +116,7 @@ DEVICE int u_column(u32 index) {
 }
 
 KERNEL(THREADS, MIN_CTAS)
-gdn_window(
-    // [T, Hk, dk], [T, Hk, dk], [T, Hv, dv], [T, Hv], [T, Hv]: tokens are *_stride elements apart, otherwise dense
-    const activation_t* q, const activation_t* k, const activation_t* v, const activation_t* a, const activation_t* b,
-    // [Hv]
-    const float* A_log, const float* dt_bias,
-    // state parts, slots are *_stride elements apart
-    const state_t* checkpoint_in, const int* position_in, const activation_t* ring_k_in, const u16* ring_u_in,
-    const float* ring_g_in, const int* error_flag_in,
-    // [rows]
-    const int* seq_lens, const int* window_starts, const int* window_lens, const int* state_batch_indices,
-    int num_tokens, int num_slots, int max_seq_len, int layer, int skip_prefill, int q_stride, int k_stride,
-    int v_stride, int a_stride, int b_stride, int checkpoint_stride, int position_stride, int ring_k_stride,
-    int ring_u_stride, int ring_g_stride,
-    // [T, Hv, dv] dense, then the state parts again: in place, written through these
-    activation_t* o, state_t* checkpoint, int* position, activation_t* ring_k, u16* ring_u, float* ring_g,
-    int* error_flag) {
+gdn_window(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
     const u32 tid = threadIdx.x;
