@@ -134,14 +134,19 @@ def test_rows_that_may_fold_begin_first() -> None:
     """Exchanged rows are each worked on once, and with the same result: 33 rows need a second word of bits."""
     geometry = GdnGeometry(1, 1, 32, 8)
     settings = ReplaySettings(buffer_len=4, max_window=2, state_dtype="float16", readout_dtype="nvfp4", **STOCHASTIC)
+    assert_same_steps((Emulated(90), EmulatedOrder(90)), geometry, settings, rows=37, calls=8)
+
+
+def assert_same_steps(pair, geometry, settings: ReplaySettings, rows: int, calls: int) -> None:
+    """Both kernels give the same outputs and leave the same state, bit for bit, on calls of `rows` rows."""
     results = []
-    for kernels in (Emulated(90), EmulatedOrder(90)):
-        steps = Steps(geometry, settings, slots=40, rows=37, seed=7)
+    for kernels in pair:
+        steps = Steps(geometry, settings, slots=rows + 3, rows=rows, seed=7)
         state = steps.pool()
-        outputs = [steps.run(kernels, state, steps.next_call()) for _ in range(8)]
+        outputs = [steps.run(kernels, state, steps.next_call()) for _ in range(calls)]
         results.append([*outputs, *(tensor.view(torch.uint8) for tensor in state.tensors.values())])
-    for plain, ordered in zip(*results, strict=True):
-        assert torch.equal(plain, ordered)
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
 
 
 class InPlace(Emulated):
@@ -155,14 +160,7 @@ def test_late_rows_that_may_fold_begin_early() -> None:
     """Rows that change places are each worked on once, and with the same result: of 130 rows the last 64 may."""
     geometry = Mamba2Geometry(1, 8, 32, 1)
     settings = ReplaySettings(buffer_len=3, max_window=2, state_dtype="float16", readout_dtype="nvfp4", **STOCHASTIC)
-    results = []
-    for kernels in (InPlace(90), Emulated(90)):
-        steps = Steps(geometry, settings, slots=140, rows=130, seed=7)
-        state = steps.pool()
-        outputs = [steps.run(kernels, state, steps.next_call()) for _ in range(4)]
-        results.append([*outputs, *(tensor.view(torch.uint8) for tensor in state.tensors.values())])
-    for plain, early in zip(*results, strict=True):
-        assert torch.equal(plain, early)
+    assert_same_steps((InPlace(90), Emulated(90)), geometry, settings, rows=130, calls=4)
 
 
 def test_rejected_tokens_leave_no_trace() -> None:
