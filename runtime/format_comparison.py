@@ -20,7 +20,7 @@ from replayssm.plugins import traffic
 from replayssm.plugins.contract import ReplaySettings, state_parts
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.generation import generate
-from replayssm.runtime.session import Session
+from replayssm.runtime.session import Row, Session
 from replayssm.runtime.text import encode_chat, encode_text
 
 REFERENCE = "float32"
@@ -208,10 +208,7 @@ def _follow(
         for values in (tally.tokens, tally.other, tally.kl):
             values += [0] * len(group)
     outputs: list[list[int]] = [[] for _ in group]
-    logits = {
-        name: torch.stack([session.prefill(slot, p.prompt) for slot, p in zip(slots[name], group, strict=True)])
-        for name, session in sessions.items()
-    }
+    logits = {name: _read_prompts(session, slots[name], group) for name, session in sessions.items()}
     running = list(range(len(group)))
     ends, limit = set(engine.end_token_ids), engine.manifest.replay.max_seq_len
     while running:
@@ -248,6 +245,25 @@ def _follow(
         for slot in slots[name]:
             session.free(slot)
     return outputs
+
+
+def _read_prompts(session: Session, slots: Sequence[int], group: Sequence[Problem]) -> torch.Tensor:
+    """Prefill all prompts of a group, a chunk of each at a time; logits [len(group), vocab] of their last tokens."""
+    left = {slot: list(problem.prompt) for slot, problem in zip(slots, group, strict=True)}
+    plans = {slot: session.prefill_plan(tokens) for slot, tokens in left.items()}
+    logits: dict[int, torch.Tensor] = {}
+    while left:
+        rows = []
+        for slot, tokens in left.items():
+            length = plans[slot].pop(0)
+            rows.append(Row(slot, tokens[:length], "none" if plans[slot] else "last"))
+            left[slot] = tokens[length:]
+        result = session.step(rows)
+        most = session.settings.max_window
+        session.advance({row.slot: len(row.tokens) for row in rows if len(row.tokens) <= most})
+        logits |= {row.slot: result.row_logits(i)[0] for i, row in enumerate(rows) if not plans[row.slot]}
+        left = {slot: tokens for slot, tokens in left.items() if tokens}
+    return torch.stack([logits[slot] for slot in slots])
 
 
 def _answer(

@@ -15,6 +15,7 @@ from replayssm.runtime.format_comparison import (
     FORMATS,
     FormatResult,
     Problem,
+    _read_prompts,
     candidates,
     compare,
     is_right,
@@ -65,6 +66,21 @@ def test_counts_against_generation_and_by_hand(engine, prompts):
     assert exact.state_bytes == 5 * 4 * 128 * 128 * 4 == 2 * half.state_bytes
     assert small.state_bytes == half.state_bytes + 5 * 4 * (128 * 128 * 9 // 16 + 128)
     assert small.traffic_bytes < half.traffic_bytes < exact.traffic_bytes
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_prompts_are_read_together(engine, prompts, chunk):
+    """A chunk of each at a time; chunks of one token are tentative windows. Rows do not depend on each other on
+    the CPU but for the order of sums in products, 2^-8 of bf16 activations: a chunk that is lost changes half of all."""
+    together, alone = (Session(engine, slots=3, prefill_chunk=chunk) for _ in range(2))
+    prompts = [prompt[: 5 + 3 * i] for i, prompt in enumerate(prompts)]
+    slots = [together.allocate() for _ in prompts]
+    logits = _read_prompts(together, slots, [Problem(prompt) for prompt in prompts])
+    for slot, prompt, ours in zip(slots, prompts, logits, strict=True):
+        own = alone.allocate()
+        expected = alone.prefill(own, prompt)
+        assert together.seq_len(slot) == alone.seq_len(own) == len(prompt)
+        assert float((ours - expected).norm() / expected.norm()) < 0.05
 
 
 def test_admission_follows_the_formats(engine):
