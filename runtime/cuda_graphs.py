@@ -20,7 +20,7 @@ import torch
 
 from replayssm.plugins.contract import PAD_SLOT_ID
 from replayssm.runtime.graph_memsets import replace_memsets
-from replayssm.runtime.sampling import SamplingBatch, SamplingParams, sample_tokens
+from replayssm.runtime.sampling import SamplingBatch, SamplingParams, VocabularyPart, likeliest, sample_tokens
 
 Tensor = torch.Tensor
 Executor = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -126,6 +126,8 @@ class StepGraph:
         graph overwrites them.
     kind: how tokens are chosen, as `sampling.KINDS` has it; rows of earlier kinds may be among the others.
     hidden: size and dtype of the hidden states that a draft head reads beside every token.
+    part: what the executor's logits are of, None for the whole vocabulary. `logits` are of the same, but whole beside
+        hidden states, where all of them are read.
     last_tokens: int64 [slots + 1], what each slot's last step chose; the last entry is that of padding rows. None for a
         network whose tokens are not chosen here.
     """
@@ -140,9 +142,12 @@ class StepGraph:
         *,
         kind: str = "greedy",
         hidden: tuple[int, torch.dtype] | None = None,
+        part: VocabularyPart | None = None,
         last_tokens: Tensor | None = None,
     ) -> None:
         self.rows, self.window, self.kind = rows, window, kind
+        self.part = part if hidden is None else None
+        self._join = part.gather if part is not None and hidden is not None else None
         self._last_tokens = last_tokens
         self._executor, self._error_flag = executor, error_flag
         device = error_flag.device
@@ -239,8 +244,9 @@ class StepGraph:
         if self._hidden is not None:
             inputs["hidden_states"] = self._hidden
         outputs = self._executor(inputs)
-        self._keep(logits=outputs["logits"], hidden_states=outputs["hidden_states"])
-        largest, tokens = self.logits.max(dim=1)
+        logits = outputs["logits"] if self._join is None else self._join(outputs["logits"])
+        self._keep(logits=logits, hidden_states=outputs["hidden_states"])
+        largest, tokens = likeliest(self.logits, self.part)
         finite = largest.isfinite()
         if self.kind != "greedy":
             tokens = self._sample(positions, finite)
@@ -273,13 +279,13 @@ class StepGraph:
             for name in SamplingBatch.COLUMNS
         }
         batch = SamplingBatch.from_columns(columns, positions.flatten().to(torch.int64) + 1, self.kind)
-        return sample_tokens(self.logits.masked_fill(~finite.unsqueeze(1), 0.0), batch)
+        return sample_tokens(self.logits.masked_fill(~finite.unsqueeze(1), 0.0), batch, self.part)
 
 
 class StepGraphs:
     """The graphs of one network, captured when they are first needed.
 
-    slots: most rows of a step; max_window: most tokens of a row; hidden: as for `StepGraph`.
+    slots: most rows of a step; max_window: most tokens of a row; hidden, part: as for `StepGraph`.
     """
 
     def __init__(
@@ -289,8 +295,9 @@ class StepGraphs:
         slots: int,
         max_window: int,
         hidden: tuple[int, torch.dtype] | None = None,
+        part: VocabularyPart | None = None,
     ) -> None:
-        self._executor, self._error_flag, self._hidden = executor, error_flag, hidden
+        self._executor, self._error_flag, self._hidden, self._part = executor, error_flag, hidden, part
         device = error_flag.device
         self._capture = CudaCapture(device) if device.type == "cuda" else capture_eagerly
         self._rows, self._windows = row_buckets(slots), window_classes(max_window)
@@ -329,6 +336,7 @@ class StepGraphs:
                 self._capture,
                 kind=kind,
                 hidden=self._hidden,
+                part=self._part,
                 last_tokens=self.last_tokens,
             )
         return self._graphs[key]

@@ -41,7 +41,9 @@ class Engine:
     fp8_products: bool = False
     operators: Mapping[str, Callable[..., Any]] = field(default_factory=dict, repr=False)
 
-    ranks = 1  # of a tensor-parallel group (`parallel.RankEngine`)
+    # Of a tensor-parallel group (`parallel.RankEngine`); the part of the logits that networks give, None for all.
+    ranks = 1
+    vocabulary_part = None
 
     @classmethod
     def load(cls, directory: str | Path, verify: str = "size") -> Engine:

@@ -10,10 +10,11 @@ A network is traced once, for one device. `shard` finds how its values divide ov
 Projections into a divided part keep their rows of it, projections out of one their columns; what these compute are
 terms of a sum over the ranks, and an `all_reduce` follows where a sum is needed that terms do not give: products with
 whole weights and sums of terms come before it, so a mixture of experts with its shared expert takes one. The output
-head's logits are joined by `all_gather`. Ranks thus hold equal residual streams, bit for bit, and route alike.
+head's logits stay divided: whoever needs them whole joins them. Ranks thus hold equal residual streams, bit for bit,
+and route alike.
 
-Operators of a divided network beside those of every network: `all_reduce`(x), and `all_gather`(x) along the last
-dimension. Its `embedding` has the attribute `start`, the first token of the rank's rows.
+Operator of a divided network beside those of every network: `all_reduce`(x). Its `embedding` has the attribute `start`,
+the first token of the rank's rows.
 """
 
 from __future__ import annotations
@@ -60,10 +61,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank runs. cuts: of the network's weights, None for those that every rank reads whole."""
+    """What a rank runs. cuts: of the network's weights, None for those that every rank reads whole. first_token: of the
+    rank's part of the logits, None where every rank has all of them."""
 
     network: Network
     cuts: Mapping[str, Cut | None]
+    first_token: int | None
 
 
 def shard(network: Network, rank: int, ranks: int) -> Shard:
@@ -239,7 +242,8 @@ class _Rewriting:
             self.new.weights[name] = spec if cut is None else WeightSpec(spec.dtype, cut.shape(spec.shape))
             self.cuts.setdefault(name, None)
         self.new.validate()
-        return Shard(self.new, self.cuts)
+        logits = self.division.ranges.get(self.old.outputs.get("logits", ""))
+        return Shard(self.new, self.cuts, None if logits is None else logits[0][0])
 
     # What operators become
 
@@ -336,15 +340,13 @@ class _Rewriting:
             self.terms.update(node.outputs)
 
     def _whole(self, name: str) -> str:
-        """The value that all ranks agree on: the sum of `name`'s terms, or the logits of the whole vocabulary."""
-        gathered = name in self.division.ranges and name == self.old.outputs.get("logits")
-        if name not in self.terms and not gathered:
+        """The value that all ranks agree on: the sum of `name`'s terms."""
+        if name not in self.terms:
             return name
         if name not in self.made:
-            op = "all_gather" if gathered else "all_reduce"
-            self.made[name] = f"{name}.{op}"
+            self.made[name] = f"{name}.all_reduce"
             self.new.values[self.made[name]] = self.old.values[name]
-            self.new.nodes.append(Node(op, (name,), (self.made[name],)))
+            self.new.nodes.append(Node("all_reduce", (name,), (self.made[name],)))
         # Terms are summed in place, so nothing may read them afterwards.
         self.terms.discard(name)
         return self.made[name]

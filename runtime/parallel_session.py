@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import struct
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -126,7 +127,17 @@ class ParallelSession(Session):
 
     def step(self, rows: Sequence[Row]) -> StepResult:
         with self._mirrored("step", rows):
-            return super().step(rows)
+            own = super().step(rows)
+        return own if self._inside else self._shared(own)
+
+    def _shared(self, own: StepResult) -> StepResult:
+        """The last result, whose logits the ranks join when they are read: few are."""
+
+        def logits() -> torch.Tensor:
+            with self._mirrored("logits"):
+                return own.logits
+
+        return StepResult(logits, lambda: own.hidden_states, own.logits_spans, own.token_spans, own.chosen)
 
     def start_step(self, rows: Sequence[Row], chosen_only: bool = False) -> Finish:
         if self._inside:
@@ -137,7 +148,8 @@ class ParallelSession(Session):
 
         def finish() -> StepResult:
             with self._mirrored("finish", number):
-                return own()
+                result = own()
+            return self._shared(result)
 
         return finish
 
@@ -225,6 +237,7 @@ def _follow(place: Place, pipe: Connection, plan: _Plan) -> None:
     session = Session(engine, plan.slots, place.torch_device, plan.prefill_chunk, plan.graphs)
     pipe.send(True)
     begun: dict[int, Any] = {}
+    results: deque[StepResult] = deque(maxlen=1)
     outcome = ""
     while True:
         name, arguments, expected = pipe.recv()
@@ -232,17 +245,24 @@ def _follow(place: Place, pipe: Connection, plan: _Plan) -> None:
             raise RuntimeError(f"the call before {name!r} ended with {outcome or 'no error'}, on rank 0 otherwise")
         outcome = ""
         try:
-            _make_call(session, pipe, begun, name, arguments)
+            _make_call(session, pipe, begun, results, name, arguments)
         except EXPECTED as error:
             outcome = type(error).__name__
 
 
-def _make_call(session: Session, pipe: Connection, begun: dict[int, Any], name: str, arguments: tuple) -> None:
+def _make_call(
+    session: Session, pipe: Connection, begun: dict[int, Any], results: deque[StepResult], name: str, arguments: tuple
+) -> None:
+    """begun: calls that others end, by their number. results: the last one, whose logits may be wanted."""
     if name in ("start_step", "decode_ahead"):
         number, *rest = arguments
         begun[number] = getattr(session, name)(*rest)
     elif name == "finish":
-        begun.pop(arguments[0])()
+        results.append(begun.pop(arguments[0])())
+    elif name == "step":
+        results.append(session.step(*arguments))
+    elif name == "logits":
+        _ = results[0].logits
     elif name == "next":
         next(begun[arguments[0]], None)
     elif name == "stop":

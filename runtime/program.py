@@ -120,6 +120,7 @@ class Program:
             for name, spec in network.states.items()
         }
         self._device, self._error_flag, self._max_window = device, error_flag, settings.max_window
+        self._part = engine.vocabulary_part
         self.executor = make_executor(network, self.states)
         self.wait_s = 0.0
         graphs = graphs and (device.type != "cuda" or _has_kernels(self.states.values()))
@@ -127,7 +128,7 @@ class Program:
         if graphs:
             spec = network.inputs.get("hidden_states")
             hidden = None if spec is None else (spec.shape[-1], torch_dtype(spec.dtype))
-            self.graphs = StepGraphs(self.executor, error_flag, slots, settings.max_window, hidden)
+            self.graphs = StepGraphs(self.executor, error_flag, slots, settings.max_window, hidden, self._part)
 
     def __call__(self, *arguments: Any) -> StepResult:
         """`start`, and wait."""
@@ -205,7 +206,8 @@ class Program:
             inputs["hidden_states"] = hidden_states
         with prefill_rows(max(lengths, default=0) > self._max_window):
             outputs = self.executor(inputs)
-        return StepResult(outputs["logits"], outputs["hidden_states"], *spans)
+        logits = outputs["logits"] if self._part is None else self._part.gather(outputs["logits"])
+        return StepResult(logits, outputs["hidden_states"], *spans)
 
     def _checked(self, result: StepResult) -> StepResult:
         self.check()
@@ -279,10 +281,12 @@ class Program:
         indices, spans = _spans(range(0, len(rows) * graph.window, graph.window), lengths, wanted)
 
         def logits() -> torch.Tensor:
+            wanted = graph.logits
             # Indices rise, so as many as there are tokens are all of them.
-            if len(indices) == graph.logits.shape[0]:
-                return graph.logits
-            return graph.logits.index_select(0, torch.from_numpy(indices).to(graph.logits.device))
+            if len(indices) < len(wanted):
+                wanted = wanted.index_select(0, torch.from_numpy(indices).to(wanted.device))
+            # Every rank has to read them then.
+            return wanted if graph.part is None else graph.part.gather(wanted)
 
         def finish() -> StepResult:
             begin = time.perf_counter()

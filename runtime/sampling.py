@@ -6,7 +6,7 @@ of nothing else, so a request gets the same tokens whatever it is batched with, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -71,6 +71,17 @@ class SamplingParams:
         if self.is_greedy:
             return "greedy"
         return "ranked" if self.top_k or self.top_p < 1.0 else "plain"
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The tokens from `start` on, whose logits this rank of several has, as many as every rank.
+
+    gather: joins tensors [R, n] of all ranks to [R, ranks * n], in the order of their tokens. All ranks have to call it.
+    """
+
+    start: int
+    gather: Callable[[torch.Tensor], torch.Tensor]
 
 
 def _philox(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -194,31 +205,51 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     return sample_tokens(logits, batch)
 
 
-def sample_tokens(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def likeliest(logits: torch.Tensor, part: VocabularyPart | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(largest of each row's logits, its token), both [R]; the first token of equal ones, in every part alike."""
+    largest, tokens = logits.max(dim=1)
+    if part is None:
+        return largest, tokens
+    # A token and its logit are exact in float64.
+    both = part.gather(torch.stack([largest.double(), (tokens + part.start).double()], dim=1))
+    values, tokens = both.view(len(both), -1, 2).unbind(dim=2)
+    rank = values.argmax(dim=1, keepdim=True)
+    return values.gather(1, rank).squeeze(1), tokens.gather(1, rank).squeeze(1).to(torch.int64)
+
+
+def sample_tokens(logits: torch.Tensor, batch: SamplingBatch, part: VocabularyPart | None = None) -> torch.Tensor:
     """`sample` of finite logits, without waiting for the device: a CUDA graph can hold it.
 
-    A row is drawn by what its own parameters say, whatever the batch holds.
+    A row is drawn by what its own parameters say, whatever the batch holds. part: what `logits` are of; ranks then
+    exchange a few numbers of each row, and whole rows where a batch is of the kind "ranked".
     """
-    tokens = logits.argmax(dim=1)
+    largest, tokens = likeliest(logits, part)
     if batch.kind == "greedy":
         return tokens
     uniforms = batch.uniform(Purpose.TOKEN)
-    drawn = _draw_plain(logits, batch, uniforms)
+    drawn = _draw_plain(logits, largest, batch, uniforms, part)
     if batch.kind == "ranked":
-        ids, probs = _ranked_probabilities(logits, batch)
+        ids, probs = _ranked_probabilities(logits if part is None else part.gather(logits), batch)
         ranked = ids.gather(1, draw(probs, uniforms).unsqueeze(1)).squeeze(1)
         drawn = torch.where((batch.top_k > 0) | (batch.top_p < 1.0), ranked, drawn)
     return torch.where(batch.temperature == 0, tokens, drawn)
 
 
-def _draw_plain(logits: torch.Tensor, batch: SamplingBatch, uniforms: torch.Tensor) -> torch.Tensor:
+def _draw_plain(
+    logits: torch.Tensor,
+    largest: torch.Tensor,
+    batch: SamplingBatch,
+    uniforms: torch.Tensor,
+    part: VocabularyPart | None,
+) -> torch.Tensor:
     """Tokens of rows without top_k and top_p, in the order of the vocabulary: first a block of it, then in the block.
 
     Sorting the vocabulary is most of the time of a ranked draw; this reads the logits a few times. Probabilities are
-    fp32, their sums fp64: a token's probability is off by some 1e-7 of itself.
+    fp32, their sums fp64: a token's probability is off by some 1e-7 of itself. Ranks exchange the sums of their blocks,
+    and the one that has the block draws from it.
     """
     temperature = torch.where(batch.temperature == 0, 1.0, batch.temperature).unsqueeze(1)
-    weights = logits.float() - logits.amax(dim=1, keepdim=True)
+    weights = logits.float() - largest.float().unsqueeze(1)
     weights = weights.div_(temperature).exp_()
     # The likeliest token has weight 1.
     weights = weights.masked_fill_(weights < batch.min_p.unsqueeze(1), 0.0)
@@ -226,9 +257,19 @@ def _draw_plain(logits: torch.Tensor, batch: SamplingBatch, uniforms: torch.Tens
         weights = torch.nn.functional.pad(weights, (0, rest))
     blocks = weights.view(len(weights), -1, PLAIN_BLOCK)
     sums = blocks.sum(dim=2, dtype=torch.float64)
+    first, count, start = 0, blocks.shape[1], 0
+    if part is not None:
+        first, start = part.start // logits.shape[1] * count, part.start
+        sums = part.gather(sums)
     block = draw(sums, uniforms).unsqueeze(1)
-    inside = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, PLAIN_BLOCK)).squeeze(1).double()
+    own = (block - first).clamp(0, count - 1)
+    inside = blocks.gather(1, own.unsqueeze(2).expand(-1, 1, PLAIN_BLOCK)).squeeze(1).double()
     before = (sums.cumsum(dim=1) - sums).gather(1, block)
     mass = sums.gather(1, block)
     within = ((uniforms.unsqueeze(1) * sums.sum(dim=1, keepdim=True) - before) / mass).clamp_(0.0, 1.0)
-    return block.squeeze(1) * PLAIN_BLOCK + draw(inside, within.squeeze(1))
+    tokens = start + own.squeeze(1) * PLAIN_BLOCK + draw(inside, within.squeeze(1))
+    if part is None:
+        return tokens
+    # A sum of one token and of zeros, in integers below 2^53.
+    tokens = torch.where((own == block - first).squeeze(1), tokens, 0).double()
+    return part.gather(tokens.unsqueeze(1)).sum(dim=1).to(torch.int64)

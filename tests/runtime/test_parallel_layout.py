@@ -19,6 +19,14 @@ from replayssm.plugins.state import allocate_state
 from replayssm.runtime.executor import Executor
 from replayssm.runtime.operator_check import random_weights
 from replayssm.runtime.parallel_layout import shard
+from replayssm.runtime.sampling import (
+    PLAIN_BLOCK,
+    SamplingBatch,
+    SamplingParams,
+    VocabularyPart,
+    likeliest,
+    sample_tokens,
+)
 
 SETTINGS = ReplaySettings(
     buffer_len=4, max_window=3, max_seq_len=64, activation_dtype="float64", state_dtype="float64", u_format="exact"
@@ -123,7 +131,12 @@ def divided(network, weights, ranks, **options):
     def body(rank):
         part = shard(network, rank, ranks)
         own = {name: weights[name] if cut is None else cut(weights[name]) for name, cut in part.cuts.items()}
-        return outputs(part.network, own, meeting.operators(rank), **options)
+        operators = meeting.operators(rank)
+        results, state_bytes = outputs(part.network, own, operators, **options)
+        if part.first_token is not None:
+            assert part.first_token == rank * results[0]["logits"].shape[1]
+            results = [{**result, "logits": operators["all_gather"](result["logits"])} for result in results]
+        return results, state_bytes
 
     return meeting.run(body)
 
@@ -162,6 +175,47 @@ def test_a_vocabulary_that_does_not_divide_stays_whole():
     (results, _), _ = divided(network, weights, 2)
     torch.testing.assert_close(results[-1]["logits"], expected[-1]["logits"], rtol=1e-10, atol=1e-10)
     assert shard(network, 0, 2).cuts["embed_tokens.weight"] is None
+
+
+@pytest.mark.parametrize(("vocab", "ranks"), [(4 * PLAIN_BLOCK, 2), (4 * PLAIN_BLOCK, 4), (1500, 2), (1500, 3)])
+def test_ranks_choose_as_one_does(vocab, ranks):
+    """Rows of every kind, with likeliest tokens that are equal in two parts. Blocks that end at other tokens change sums
+    of probabilities in the last of 53 bits, and a draw with them in one of some 10^13."""
+    generator = torch.Generator().manual_seed(3)
+    logits = 3 * torch.randn(256, vocab, generator=generator)
+    logits[:, 7] = logits[:, vocab - 3] = torch.where(torch.arange(256) % 2 == 0, 20.0, 2.0)
+    kinds = [SamplingParams(), SamplingParams(temperature=1.0, seed=5), SamplingParams(temperature=0.7, min_p=0.1)]
+    kinds += [SamplingParams(temperature=1.2, top_k=40, seed=2**63 + 1), SamplingParams(temperature=0.9, top_p=0.8)]
+
+    def chosen(logits, part=None):
+        found = [torch.stack(likeliest(logits, part))]
+        for count in (1, 3, len(kinds)):
+            params = [kinds[row % count] for row in range(256)]
+            found.append(sample_tokens(logits, SamplingBatch(params, range(256)), part))
+        return found
+
+    meeting, width = Meeting(ranks), vocab // ranks
+
+    def body(rank):
+        part = VocabularyPart(rank * width, meeting.operators(rank)["all_gather"])
+        return chosen(logits[:, part.start : part.start + width], part)
+
+    expected = chosen(logits)
+    assert len(set(expected[-1].tolist())) > 50
+    for ours in meeting.run(body):
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def test_a_rank_that_has_a_logit_that_is_not_finite_tells_the_others():
+    logits = torch.zeros(3, 8)
+    logits[0, 1], logits[1, 6] = math.nan, math.inf
+
+    def body(rank):
+        part = VocabularyPart(rank * 4, meeting.operators(rank)["all_gather"])
+        return likeliest(logits[:, part.start : part.start + 4], part)[0].isfinite().tolist()
+
+    meeting = Meeting(2)
+    assert meeting.run(body) == [[False, False, True]] * 2
 
 
 WHOLE = {
@@ -206,7 +260,7 @@ def test_projections_of_several_parts_keep_their_share_of_each():
 def test_one_sum_for_each_mixer_and_feed_forward(layout, sums):
     """And one for the embedding; experts, their latent projection and the shared expert share theirs."""
     ops = Counter(node.op for node in shard(networks(layout)["main"], 0, 2).network.nodes)
-    assert (ops["all_reduce"], ops["all_gather"]) == (sums, 1)
+    assert ops["all_reduce"] == sums
 
 
 def test_random_bits_of_a_layer_differ_between_ranks():
