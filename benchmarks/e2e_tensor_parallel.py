@@ -3,10 +3,10 @@
     python benchmarks/e2e_tensor_parallel.py --model nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16
     python benchmarks/e2e_tensor_parallel.py --model Qwen/Qwen3.5-4B --ranks 2 --batch-size 1 --batch-size 256
 
-Every rank is a process with a GPU of its own, and rank 0's also holds the whole model. Both variants are captured
-steps with replay state, fed the same tokens first: their logits are compared, and those of the ranks with each other,
-which must have equal bits. Then they are timed in turns, with all other GPUs idle while one runs alone. `--device cpu`
-runs the same code over gloo, without figures that mean anything.
+Every rank is a process with a GPU of its own, and rank 0's also holds the whole model. All variants are captured
+steps with replay state, fed the same tokens first: their logits are compared, and the ranks' hidden states with each
+other, which must have equal bits. Then they are timed in turns, with all other GPUs idle while one runs alone.
+`--device cpu` runs the same code over gloo, without figures that mean anything.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from e2e_run import Run, free_memory, percentile, split_time
 
 from replayssm.plugins.contract import ReplaySettings
 from replayssm.runtime.engine import Engine
-from replayssm.runtime.parallel import rank_engine
+from replayssm.runtime.parallel import ONE_SHOT_BYTES, collectives, rank_engine
 from replayssm.runtime.parallel_processes import Place, end_with_parent, join_group
 
 BENCHMARK = "e2e_tensor_parallel"
@@ -49,13 +49,15 @@ WAIT_S = 300
 
 @dataclass(frozen=True)
 class RankModel(Model):
-    """A rank's part of a model; its engines share their weights."""
+    """A rank's part of a model; its engines share their weights. one_shot_bytes: as `runtime.parallel.collectives`."""
 
     rank: int = 0
     ranks: int = 1
+    one_shot_bytes: int = ONE_SHOT_BYTES
 
     def engine(self, settings: ReplaySettings, batch: int) -> Engine:
-        engine = rank_engine(super().engine(settings, batch), self.rank, self.ranks)
+        operators = collectives(one_shot_bytes=self.one_shot_bytes)
+        engine = rank_engine(super().engine(settings, batch), self.rank, self.ranks, operators)
         engine.resident_weights = self.resident
         return engine
 
@@ -65,6 +67,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_common_options(parser, batch_sizes=[256], steps=320, warmup=32)
     parser.add_argument("--prompt-len", type=int, default=64, help="tokens of every prompt")
     parser.add_argument("--ranks", type=int, default=2, help="GPUs to divide the model over; default 2")
+    parser.add_argument("--compare-sums", action="store_true", help="also time the divided model with all sums by NCCL")
     return parser.parse_args(arguments)
 
 
@@ -80,7 +83,12 @@ class Rank:
         self.whole = self._load() if place.rank == 0 else None
         model = self.whole or self._load()
         values = {item.name: getattr(model, item.name) for item in dataclasses.fields(Model)}
-        self.part = RankModel(**{**values, "resident": {}}, rank=place.rank, ranks=place.ranks)
+        part = RankModel(**{**values, "resident": {}}, rank=place.rank, ranks=place.ranks)
+        ranks = f"{place.ranks} gpus" if place.ranks > 1 else "1 gpu, divided"
+        self.models = {"1 gpu": self.whole, ranks: part}
+        if options.compare_sums:
+            self.models[f"{ranks}, NCCL sums"] = dataclasses.replace(part, one_shot_bytes=0)
+        self.part = part
 
     def _load(self) -> Model:
         options = self.options
@@ -106,40 +114,43 @@ class Rank:
             state_rounding=options.state_rounding,
             readout_dtype=options.readout_dtype,
         )
-        models = {"one": self.whole, "parallel": self.part}
         runs, used = {}, {}
-        for name, model in models.items():
+        for name, model in self.models.items():
             self.meet()
             if model is not None:
                 runs[name], used[name] = self._run(model, settings, batch)
-        distance, equal = self._compare(runs)
+        divided = [name for name in self.models if name != "1 gpu"]
+        found = self._compare(runs, divided)
         times = self._time(runs, warmup, piece)
         for run in runs.values():
             run.check()
-        split = split_time(runs["parallel"], profiled) if profiled else None
-        memory = self._of_all_ranks(used["parallel"])
+        splits, memory = {}, {}
+        for name in divided:
+            splits[name] = split_time(runs[name], profiled) if profiled else None
+            memory[name] = max(self._of_all_ranks(used[name]))
         if results is not None:
-            lost = distance_without_context(runs["one"], self.whole.vocab_size)
+            lost = distance_without_context(runs["1 gpu"], self.whole.vocab_size)
             ceiling = measured_ceiling(self.device)
+            one_us = percentile(times["1 gpu"], 0.5)
             for name, run in runs.items():
-                ranks = 1 if name == "one" else self.place.ranks
-                ratios = [one / own for one, own in zip(times["one"], times[name], strict=True)]
+                distance, equal = found.get(name, (0.0, True))
+                ratios = [one / own for one, own in zip(times["1 gpu"], times[name], strict=True)]
                 results.add(
                     op="decode_step",
                     **model_fields(self.whole, settings, batch, options),
                     fill="desync",
-                    variant=f"{ranks} gpu" if ranks == 1 else f"{ranks} gpus",
-                    ranks=ranks,
+                    variant=name,
+                    ranks=self.place.ranks if name in divided else 1,
                     **timing_fields(times[name], batch),
-                    speedup=round(percentile(times["one"], 0.5) / percentile(times[name], 0.5), 4),
+                    speedup=round(one_us / percentile(times[name], 0.5), 4),
                     speedup_p10=round(percentile(ratios, 0.1), 4),
                     speedup_p90=round(percentile(ratios, 0.9), 4),
-                    **split_fields(split if name == "parallel" else None, percentile(times[name], 0.5)),
+                    **split_fields(splits.get(name), percentile(times[name], 0.5)),
                     **roofline(dataclasses.replace(self.whole, networks=run.session.engine.networks), batch, ceiling),
                     context=[options.prompt_len, longest],
                     state_bytes=run.session.state_bytes,
-                    gpu_memory_bytes=max(memory) if name == "parallel" else used[name],
-                    logits_distance=round(distance, 5) if name == "parallel" else 0.0,
+                    gpu_memory_bytes=memory.get(name, used[name]),
+                    logits_distance=round(distance, 5),
                     logits_distance_without_context=round(lost, 3),
                     ranks_bit_equal=equal,
                     correct=distance < self._bound(settings) and equal,
@@ -165,28 +176,35 @@ class Rank:
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
-    def _compare(self, runs: dict[str, Run]) -> tuple[float, bool]:
-        """(relative distance of the divided model's logits from the whole one's, on rank 0; ranks have equal bits)."""
+    def _compare(self, runs: dict[str, Run], divided: list[str]) -> dict[str, tuple[float, bool]]:
+        """By variant: (relative distance of its logits from the whole model's, on rank 0; whether all ranks have equal
+        bits of hidden states, and have chosen the likeliest token of all)."""
         generator = torch.Generator().manual_seed(2)
-        worst, equal = 0.0, True
+        found = dict.fromkeys(divided, (0.0, True))
         for _ in range(COMPARED_STEPS):
-            run = runs["parallel"]
-            tokens = torch.randint(self.part.vocab_size, (run.batch,), generator=generator)
-            expected = runs["one"].force(tokens) if "one" in runs else None
-            self.meet()
-            logits = run.force(tokens)
-            first = logits.clone()
-            dist.broadcast(first, 0)
-            equal &= all(self._of_all_ranks(int(torch.equal(first, logits))))
-            if expected is not None:
-                worst = max(worst, float((logits - expected).norm() / expected.norm()))
-        return worst, equal
+            tokens = torch.randint(self.part.vocab_size, (runs[divided[0]].batch,), generator=generator)
+            expected = runs["1 gpu"].force(tokens) if "1 gpu" in runs else None
+            for name in divided:
+                self.meet()
+                run, (worst, equal) = runs[name], found[name]
+                logits = run.force(tokens)
+                part = run.session.engine.vocabulary_part
+                logits = logits if part is None else part.gather(logits)
+                chosen = torch.tensor(run.graph.wait()[0].tokens, device=self.device)
+                first = run.graph.hidden_states.clone()
+                dist.broadcast(first, 0)
+                same = torch.equal(first, run.graph.hidden_states) and torch.equal(chosen, logits.argmax(1))
+                equal &= all(self._of_all_ranks(int(same)))
+                if expected is not None:
+                    worst = max(worst, float((logits - expected).norm() / expected.norm()))
+                found[name] = worst, equal
+        return found
 
     def _time(self, runs: dict[str, Run], warmup: int, piece: int) -> dict[str, list[float]]:
         """Seconds per step of the variants in turns; other ranks wait while one GPU runs alone."""
         times: dict[str, list[float]] = {name: [] for name in runs}
         for turn in range(1 + self.options.repeats):
-            for name in ("one", "parallel"):
+            for name in self.models:
                 self.meet()
                 if name in runs:
                     seconds = runs[name].time(warmup if turn == 0 else piece, self.options.buffer_len)

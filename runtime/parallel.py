@@ -141,12 +141,9 @@ class OneShotSums:
             with contextlib.suppress(ImportError, RuntimeError):
                 import torch.distributed._symmetric_memory as symmetric_memory
 
-                buffer = symmetric_memory.empty(self._limit // 2, dtype=torch.bfloat16, device=device)
-                symmetric_memory.rendezvous(buffer, group=(self._group or dist.group.WORLD).group_name)
-                self._buffer = buffer
-                ones = torch.ones(8, dtype=torch.bfloat16, device=device)
-                if float(self(ones)[0]) != dist.get_world_size(self._group):
-                    buffer = None
+                memory = symmetric_memory.empty(self._limit // 2, dtype=torch.bfloat16, device=device)
+                symmetric_memory.rendezvous(memory, group=(self._group or dist.group.WORLD).group_name)
+                buffer = memory
         agreed = torch.tensor([buffer is not None], dtype=torch.int32, device=device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._group)
         return buffer if bool(agreed) else None

@@ -77,7 +77,7 @@ class SamplingParams:
 class VocabularyPart:
     """The tokens from `start` on, whose logits this rank of several has, as many as every rank.
 
-    gather: joins tensors [R, n] of all ranks to [R, ranks * n], in the order of their tokens. All ranks have to call it.
+    gather: joins tensors [R, n] of all ranks to [R, ranks * n], in the order of their tokens. All have to call it.
     """
 
     start: int

@@ -269,7 +269,7 @@ def test_tensor_parallel_lines(tiny: Path, tmp_path: Path) -> None:
     finally:
         torch.distributed.destroy_process_group()
     whole, divided = lines(output)
-    assert (whole["variant"], divided["variant"], divided["ranks"]) == ("1 gpu", "1 gpu", 1)
+    assert (whole["variant"], divided["variant"], divided["ranks"]) == ("1 gpu", "1 gpu, divided", 1)
     assert all((whole["correct"], divided["correct"], divided["ranks_bit_equal"]))
     assert divided["logits_distance"] == 0.0 < 0.1 < divided["logits_distance_without_context"]
     assert divided["state_bytes"] == whole["state_bytes"]

@@ -179,8 +179,8 @@ def test_a_vocabulary_that_does_not_divide_stays_whole():
 
 @pytest.mark.parametrize(("vocab", "ranks"), [(4 * PLAIN_BLOCK, 2), (4 * PLAIN_BLOCK, 4), (1500, 2), (1500, 3)])
 def test_ranks_choose_as_one_does(vocab, ranks):
-    """Rows of every kind, with likeliest tokens that are equal in two parts. Blocks that end at other tokens change sums
-    of probabilities in the last of 53 bits, and a draw with them in one of some 10^13."""
+    """Rows of every kind, with likeliest tokens that are equal in two parts. Blocks that end at other tokens change
+    sums of probabilities in the last of 53 bits, and a draw with them in one of some 10^13."""
     generator = torch.Generator().manual_seed(3)
     logits = 3 * torch.randn(256, vocab, generator=generator)
     logits[:, 7] = logits[:, vocab - 3] = torch.where(torch.arange(256) % 2 == 0, 20.0, 2.0)
