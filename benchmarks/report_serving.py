@@ -14,14 +14,13 @@ def serving_table(lines: list[Line]) -> str:
             over_plain(line),
             "" if line["speedup_over_snapshots"] is None else f"{line['speedup_over_snapshots']:.2f}x",
             f"{line['acceptance_length']:.2f}",
-            f"{100 * line['mixed_steps'] / line['steps']:.0f} %",
-            idle_share(line),
+            *device_shares(line),
             f"{100 * line['same_tokens']:.0f} %" if line["correct"] else f"**{100 * line['same_tokens']:.0f} %**",
         ]
         for line in select(lines, benchmark="serve_ngram", op="serve")
     ]
     head = ["model", "variant", "tokens/s", "over plain", "over snapshots", "tokens a row and step"]
-    return table([*head, "steps with prompts", "idle in the others", "like plain's text up to"], rows)
+    return table([*head, "device at prompts", "device idle", "like plain's text up to"], rows)
 
 
 def over_plain(line: Line) -> str:
@@ -29,7 +28,9 @@ def over_plain(line: Line) -> str:
     return "" if line["speedup"] == 1.0 and line["variant"] != "plain" else f"{line['speedup']:.2f}x"
 
 
-def idle_share(line: Line) -> str:
-    """Of the profiled steps, which have no prompts."""
-    busy = sum(line.get("split_us", {}).values())
-    return f"{100 * line['idle_us'] / (line['idle_us'] + busy):.0f} %" if busy else ""
+def device_shares(line: Line) -> list[str]:
+    """Of the elapsed time: at prompt steps, and at none."""
+    if "device_decode_share" not in line:
+        return ["", ""]
+    prompts = line.get("device_prompt_share", 0.0)
+    return [f"{100 * prompts:.0f} %", f"{max(0.0, 100 * (1 - prompts - line['device_decode_share'])):.0f} %"]

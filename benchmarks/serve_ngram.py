@@ -5,7 +5,9 @@
 What runs is `replayssm bench throughput` below its command line: continuous batching with prompt chunks beside decoding
 rows, drafts from the text so far, captured steps that choose their tokens, snapshots that are copied back where the
 state cannot roll back by itself. --batch-size requests are in flight at any time; each that ends makes room for a new
-one. Figures are of the time between the first moment at which all slots decode and the last admission.
+one. Figures are of --num-steps steps in a row, --warmup-steps after all slots decode, with all that lies between them:
+every graph has been captured before. The shares say where that time went: the device at captured steps of decoding rows
+and of prompts, and the host at anything but waiting for it, most of it while the device is busy.
 
 Random weights write text that never repeats, and prompt lookup has nothing to propose. So a published name gets an
 embedding and an output head with which the model walks through cycles of --period tokens, a different one for every
@@ -23,7 +25,7 @@ import dataclasses
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 
@@ -34,7 +36,8 @@ from e2e_results import E2eResults, add_common_options, device_of, model_fields
 from e2e_run import Split, free_memory, percentile, profiled_split
 from e2e_spec_decode_throughput import VARIANTS, settings_of
 
-from replayssm.runtime.cuda_graphs import row_buckets
+from replayssm.runtime.cuda_graphs import StepGraph, row_buckets, window_classes
+from replayssm.runtime.prompt_graphs import PromptGraph
 from replayssm.runtime.requests import Request
 from replayssm.runtime.sampling import SamplingParams
 from replayssm.runtime.scheduler import Scheduler
@@ -95,7 +98,7 @@ def successors(order: torch.Tensor, period: int) -> torch.Tensor:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_common_options(parser, batch_sizes=[256], steps=128, warmup=0)
+    add_common_options(parser, batch_sizes=[256], steps=600, warmup=40)
     parser.add_argument("--draft-len", type=int, default=4, help="drafts of a verify step; default 4")
     parser.add_argument("--prompt-len", type=int, default=128, help="tokens of every prompt")
     parser.add_argument("--output-len", type=int, default=192, help="mean tokens of an answer, half to one and a half")
@@ -111,7 +114,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 @dataclasses.dataclass
 class Step:
-    """One step of the scheduler, in seconds. wait_s: of it, blocked on the device."""
+    """One step of the scheduler, in seconds. wait_s: of it, blocked on the device. Counts are of what it settled."""
 
     wall_s: float
     wait_s: float
@@ -121,8 +124,14 @@ class Step:
 
 @dataclasses.dataclass
 class Measured:
-    """What the turns of one variant gave; counts are of the measured steps, texts of all requests by their number."""
+    """What the turns of one variant gave; counts are of the measured steps, texts of all requests by their number.
 
+    elapsed_s: from the first measured step to the last, new requests included. device_s: of it, by the kind of captured
+    step that the device was at.
+    """
+
+    elapsed_s: float = 0.0
+    device_s: dict[str, float] = dataclasses.field(default_factory=dict)
     steps: list[Step] = dataclasses.field(default_factory=list)
     calls: int = 0
     drafted: int = 0
@@ -132,7 +141,13 @@ class Measured:
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(step.tokens for step in self.steps) / sum(step.wall_s for step in self.steps)
+        return sum(step.tokens for step in self.steps) / self.elapsed_s
+
+    def shares(self) -> dict[str, float]:
+        """Of the elapsed time: the device at captured steps of each kind, and the host not waiting for it."""
+        seconds = {f"device_{kind}": seconds for kind, seconds in self.device_s.items()}
+        seconds["host"] = self.elapsed_s - sum(step.wait_s for step in self.steps)
+        return {f"{name}_share": round(value / self.elapsed_s, 4) for name, value in seconds.items()}
 
     def median_ms(self, field: str, mixed: bool) -> float | None:
         values = [getattr(step, field) for step in self.steps if (step.prompt_tokens > 0) == mixed]
@@ -158,6 +173,44 @@ def requests_of(session: Session, order: list[int], options: argparse.Namespace,
         yield Request.create(session, prompt, length, params, end_tokens=())
 
 
+class DeviceClock:
+    """Times captured steps on the device while it is active: `seconds` by kind, "decode" (and verify) or "prompt"."""
+
+    LAUNCHES = (("decode", StepGraph), ("prompt", PromptGraph))
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._spans, self._launches = device, [], {}
+
+    def __enter__(self) -> DeviceClock:
+        for kind, graph in self.LAUNCHES if self._device.type == "cuda" else ():
+            self._launches[graph] = graph.launch
+            graph.launch = self._timed(kind, graph.launch)
+        return self
+
+    def __exit__(self, *error) -> None:
+        for graph, launch in self._launches.items():
+            graph.launch = launch
+
+    def _timed(self, kind: str, launch: Callable) -> Callable:
+        def timed(graph):
+            span = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            span[0].record()
+            result = launch(graph)
+            span[1].record()
+            self._spans.append((kind, *span))
+            return result
+
+        return timed
+
+    def seconds(self) -> dict[str, float]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        totals: dict[str, float] = {}
+        for kind, begin, end in self._spans:
+            totals[kind] = totals.get(kind, 0.0) + begin.elapsed_time(end) / 1e3
+        return totals
+
+
 def one_step(scheduler: Scheduler) -> Step:
     session, stats = scheduler.session, scheduler.stats
     wait, tokens, prompts, begin = session.wait_s, stats.generated_tokens, stats.prompt_tokens, time.perf_counter()
@@ -180,30 +233,38 @@ def is_filling(scheduler: Scheduler) -> bool:
     return bool(scheduler.waiting) or any(request.plan for request in scheduler.running)
 
 
-def capture_steps(session: Session) -> None:
-    """What `Session.warm_up` captures, as far as steps of this benchmark use it."""
-    widest = session.settings.max_window
-    for rows in reversed(row_buckets(session.slots) if widest > 1 else [session.slots]):
-        for window in {widest, 1}:
-            session.step_graph(rows, window)
+def capture_steps(session: Session, temperature: float) -> None:
+    """Every graph that a step of this benchmark may need, so that none is captured while it measures."""
+    kind = SamplingParams(temperature=temperature).kind
+    for rows in reversed(row_buckets(session.slots)):
+        for window in reversed(window_classes(session.settings.max_window)):
+            session.step_graph(rows, window, kind)
+    session.capture_prompts()
 
 
 def run_turn(variant: str, model: Model, order: list[int], batch: int, options: argparse.Namespace, known: Measured):
     """A session of the variant, filled, stepped --num-steps times and freed; the first turn also splits the time."""
     settings = settings_of(variant, options, options.prompt_len + options.output_len * 3 // 2 + 1)
     session = Session(model.engine(settings, batch), batch, device_of(options), graphs=True)
-    capture_steps(session)
+    capture_steps(session, options.temperature)
     scheduler = Scheduler(session, NgramDrafter() if settings.max_window > 1 else None)
     requests, made = requests_of(session, order, options, options.seed), []
     fill(scheduler, requests, made)
     while is_filling(scheduler):
         scheduler.step()
+    for _ in range(options.warmup_steps):
+        fill(scheduler, requests, made)
+        scheduler.step()
     fill(scheduler, requests, made)
     before = dataclasses.replace(scheduler.stats)
-    steps = max(1, options.num_steps // options.repeats)
-    for _ in range(steps):
-        known.steps.append(one_step(scheduler))
-        fill(scheduler, requests, made)
+    with DeviceClock(session.device) as clock:
+        begin = time.perf_counter()
+        for _ in range(max(1, options.num_steps // options.repeats)):
+            known.steps.append(one_step(scheduler))
+            fill(scheduler, requests, made)
+        known.elapsed_s += time.perf_counter() - begin
+    for kind, seconds in clock.seconds().items():
+        known.device_s[kind] = known.device_s.get(kind, 0.0) + seconds
     known.calls += scheduler.stats.decode_calls - before.decode_calls
     known.drafted += scheduler.stats.drafted_tokens - before.drafted_tokens
     known.accepted += scheduler.stats.accepted_tokens - before.accepted_tokens
@@ -229,6 +290,7 @@ def measure(model: Model, order: list[int], batch: int, options: argparse.Namesp
         turns.reverse()
     rates = {variant: one.tokens_per_s for variant, one in measured.items()}
     for variant, one in measured.items():
+        print(f"{variant}: " + ", ".join(f"{name} {100 * share:.1f} %" for name, share in one.shares().items()))
         settings = settings_of(variant, options, options.prompt_len + options.output_len * 3 // 2 + 1)
         speculates, share = settings.max_window > 1, common_share(one.texts, next(iter(measured.values())).texts)
         results.add(
@@ -254,6 +316,8 @@ def measure(model: Model, order: list[int], batch: int, options: argparse.Namesp
             temperature=options.temperature,
             steps=len(one.steps),
             rows_per_step=round(one.calls / len(one.steps), 1),
+            elapsed_s=round(one.elapsed_s, 4),
+            **one.shares(),
             mixed_steps=sum(step.prompt_tokens > 0 for step in one.steps),
             **{
                 f"{kind}_{field}_ms": one.median_ms(f"{field}_s", kind == "mixed")

@@ -197,7 +197,12 @@ def attention_blocks(q: torch.Tensor, state: LayerState) -> int:
 
 
 def conv_chunks(tokens: int, rows: int, state: LayerState) -> int:
-    """Blocks along a row's window: one unless some row must be a long one."""
+    """Blocks along a row's window: one unless some row must be a long one, or may be and the caller knows of prompts.
+
+    A row four times as long as the mean then has a block for each of its chunks.
+    """
+    if _prefill_rows:
+        return min(64, -(-tokens // geo.CONV_CHUNK), -(-4 * tokens // (rows * geo.CONV_CHUNK)))
     return (
         1 if tokens <= rows * max(state.settings.max_window, geo.CONV_CHUNK) else min(64, -(-tokens // geo.CONV_CHUNK))
     )

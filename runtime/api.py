@@ -51,13 +51,13 @@ class Server:
         self.started = int(time.time())
 
     async def complete(self, body: CompletionBody, http: HttpRequest) -> Response:
-        self._check_model(body)
+        self.check_model(body.model)
         with _refusing_bad_values():
             prompts = [await run_in_threadpool(self.maker.encode, prompt) for prompt in body.prompts]
         return await self._answer("completion", body, prompts, body.max_tokens, body.logprobs, http)
 
     async def chat(self, body: ChatBody, http: HttpRequest) -> Response:
-        self._check_model(body)
+        self.check_model(body.model)
         with _refusing_bad_values():
             prompt = await run_in_threadpool(self.maker.encode_chat, body)
         top = (body.top_logprobs or 0) if body.logprobs else None
@@ -121,9 +121,16 @@ class Server:
             ],
         }
 
-    def _check_model(self, body: GenerationBody) -> None:
-        if body.model is not None and body.model != self.options.model:
-            raise HTTPException(404, f"this server has the model {self.options.model!r}, not {body.model!r}")
+    @property
+    def model(self) -> dict[str, Any]:
+        """The one model, as /v1/models lists it."""
+        entry = {"id": self.options.model, "object": "model", "created": self.started, "owned_by": "replayssm"}
+        return {**entry, "max_model_len": self.session.settings.max_seq_len}
+
+    def check_model(self, name: str | None) -> None:
+        """HTTPException if a request names another model."""
+        if name is not None and name != self.options.model:
+            raise HTTPException(404, f"this server has the model {self.options.model!r}, not {name!r}")
 
 
 @contextmanager
@@ -231,8 +238,12 @@ def create_app(loop: EngineLoop, options: ServerOptions) -> FastAPI:
 
     @app.get("/v1/models", dependencies=protected)
     async def models() -> dict[str, Any]:
-        entry = {"id": options.model, "object": "model", "created": server.started, "owned_by": "replayssm"}
-        return {"object": "list", "data": [{**entry, "max_model_len": server.session.settings.max_seq_len}]}
+        return {"object": "list", "data": [server.model]}
+
+    @app.get("/v1/models/{name:path}", dependencies=protected)
+    async def model(name: str) -> dict[str, Any]:
+        server.check_model(name)
+        return server.model
 
     @app.get("/stats", dependencies=protected)
     async def stats() -> dict[str, Any]:

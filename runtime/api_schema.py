@@ -9,11 +9,32 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
-TokenIds = list[Annotated[int, Field(ge=0)]]
+TokenIds = list[Annotated[int, Field(ge=0, strict=True)]]
+
+
+def _one_of(forms: str) -> WrapValidator:
+    """Of a value in one of several forms: one error that names them, instead of one for each."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"expected {forms}") from None
+
+    return WrapValidator(check)
 
 
 class StreamOptions(BaseModel):
@@ -102,7 +123,10 @@ class GenerationBody(BaseModel):
 class CompletionBody(GenerationBody):
     """POST /v1/completions. prompt: text, token ids, or a list of either."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: Annotated[
+        str | TokenIds | list[str] | list[TokenIds],
+        _one_of("text, token ids (integers from 0 on), or a list of texts or of lists of token ids"),
+    ]
     max_tokens: int | None = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = None
@@ -159,7 +183,10 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Annotated[
+        str | list[TextPart] | None,
+        _one_of('text, or a list of parts {"type": "text", "text": ...}; images, audio and files are not supported'),
+    ] = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[MessageToolCall] | None = None

@@ -40,8 +40,8 @@ def row_buckets(slots: int) -> list[int]:
 
 
 def window_classes(max_window: int) -> list[int]:
-    """Window lengths that graphs are captured for: powers of two, and `max_window` itself."""
-    return [*(1 << i for i in range(max_window.bit_length()) if 1 << i < max_window), max_window]
+    """Window lengths that graphs are captured for: powers of two to half of `max_window`, and `max_window` itself."""
+    return [*(1 << i for i in range(max_window.bit_length()) if 2 << i <= max_window), max_window]
 
 
 class Chosen(NamedTuple):
@@ -84,10 +84,11 @@ class CudaCapture:
         return graph.replay
 
 
-class _Buffers:
+class Buffers:
     """Inputs of a step as views of one block on the device and one, page-locked, on the host: one copy moves all.
 
-    Two blocks on the host take turns, because the copy of the one before may still wait behind a running step.
+    Two blocks on the host take turns, because the copy of the one before may still wait behind a running step; a third
+    upload waits for the first.
     """
 
     def __init__(self, layout: Sequence[tuple[str, torch.dtype, int]], device: torch.device) -> None:
@@ -103,11 +104,14 @@ class _Buffers:
             offset = -(-end // 16) * 16
         self.device, *hosts = views
         self._views = [{name: tensor.numpy() for name, tensor in host.items()} for host in hosts]
+        self._copied = [torch.cuda.Event() if device.type == "cuda" else None for _ in range(2)]
         self._turn = 0
 
     def clear(self) -> dict[str, numpy.ndarray]:
         """The inputs of the next upload, on the host: only padding rows so far."""
         self._turn = 1 - self._turn
+        if self._copied[self._turn] is not None:
+            self._copied[self._turn].synchronize()
         self._hosts[self._turn].zero_()
         host = self._views[self._turn]
         host["state_batch_indices"].fill(PAD_SLOT_ID)
@@ -115,6 +119,17 @@ class _Buffers:
 
     def upload(self) -> None:
         self._device.copy_(self._hosts[self._turn], non_blocking=True)
+        if self._copied[self._turn] is not None:
+            self._copied[self._turn].record()
+
+
+def keep_outputs(graph: object, **outputs: Tensor) -> None:
+    """Name a graph's outputs. It writes the same tensors at every replay, and so does its stand-in."""
+    for name, value in outputs.items():
+        if value.device.type == "cpu" and hasattr(graph, name):
+            getattr(graph, name).copy_(value)
+        else:
+            setattr(graph, name, value)
 
 
 class StepGraph:
@@ -155,7 +170,7 @@ class StepGraph:
         layout = [("token_ids", torch.int64, rows * window), *((name, torch.int32, rows) for name in integers)]
         if kind != "greedy":
             layout += [(name, dtype, rows) for name, dtype in SamplingBatch.COLUMNS.items()]
-        self._buffers = _Buffers(layout, device)
+        self._buffers = Buffers(layout, device)
         self.device_inputs = self._buffers.device
         self._buffers.clear()
         self._buffers.upload()
@@ -245,7 +260,7 @@ class StepGraph:
             inputs["hidden_states"] = self._hidden
         outputs = self._executor(inputs)
         logits = outputs["logits"] if self._join is None else self._join(outputs["logits"])
-        self._keep(logits=logits, hidden_states=outputs["hidden_states"])
+        keep_outputs(self, logits=logits, hidden_states=outputs["hidden_states"])
         largest, tokens = likeliest(self.logits, self.part)
         finite = largest.isfinite()
         if self.kind != "greedy":
@@ -264,14 +279,6 @@ class StepGraph:
         first = token_ids[:, 0]
         first = torch.where(first == LAST_CHOSEN, self._last_tokens.index_select(0, places), first)
         return first if self.window == 1 else torch.cat([first[:, None], token_ids[:, 1:]], dim=1).flatten()
-
-    def _keep(self, **outputs: Tensor) -> None:
-        """Name the outputs. A graph writes the same tensors at every replay, and so does its stand-in."""
-        for name, value in outputs.items():
-            if value.device.type == "cpu" and hasattr(self, name):
-                getattr(self, name).copy_(value)
-            else:
-                setattr(self, name, value)
 
     def _sample(self, positions: Tensor, finite: Tensor) -> Tensor:
         columns = {
@@ -299,19 +306,19 @@ class StepGraphs:
     ) -> None:
         self._executor, self._error_flag, self._hidden, self._part = executor, error_flag, hidden, part
         device = error_flag.device
-        self._capture = CudaCapture(device) if device.type == "cuda" else capture_eagerly
+        self.capture = CudaCapture(device) if device.type == "cuda" else capture_eagerly
         self._rows, self._windows = row_buckets(slots), window_classes(max_window)
         self._graphs: dict[tuple[int, int, str], StepGraph] = {}
         self.last_tokens = None if hidden else torch.zeros(slots + 1, dtype=torch.int64, device=device)
 
     def prepare(self) -> None:
-        """Capture decode steps and whole verify windows of every number of rows, so that no request waits for it.
+        """Capture windows of every length and number of rows, so that no request waits for it.
 
         Greedy ones, and those that draw tokens without filters, as OpenAI's clients ask for by default.
         """
         # The largest first: the others then find their memory in the pool.
         for rows in reversed(self._rows):
-            for window in {self._windows[-1], 1}:
+            for window in reversed(self._windows):
                 for kind in ("greedy",) if self._hidden else ("greedy", "plain"):
                     self.get(rows, window, kind)
 
@@ -333,7 +340,7 @@ class StepGraphs:
                 self._error_flag,
                 row_bucket,
                 window_class,
-                self._capture,
+                self.capture,
                 kind=kind,
                 hidden=self._hidden,
                 part=self._part,

@@ -45,9 +45,11 @@ class Executor:
         some 256 tokens on and needs a GPU of compute capability 8.9 or later.
     operators: further stateless operators of the network, by name.
 
-    A call does not wait for the device, so that CUDA graphs can capture it. Raises ValueError where weights or states
-    do not fit the network.
+    A call does not wait for the device, so that CUDA graphs can capture it, with prefill rows (`captures_prompts`) and
+    without. Raises ValueError where weights or states do not fit the network.
     """
+
+    captures_prompts = True
 
     def __init__(
         self,

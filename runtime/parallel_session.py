@@ -29,8 +29,8 @@ from replayssm.runtime.cuda_graphs import StepGraph
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.parallel import RankEngine, rank_engine
 from replayssm.runtime.parallel_processes import EXPECTED, Peers, Place, join_group
-from replayssm.runtime.program import Finish
 from replayssm.runtime.session import PREFILL_CHUNK, DraftRow, Row, Session, StepResult, checked_device
+from replayssm.runtime.step_rows import Finish
 
 BLOB_MAGIC = b"replayssm ranks\n"
 
@@ -203,7 +203,11 @@ class ParallelSession(Session):
         with self._mirrored("load", each=[(part,) for part in parts[1:]]):
             return super().load(parts[0])
 
-    def step_graph(self, rows: int, window: int = 1) -> StepGraph:
+    def capture_prompts(self) -> None:
+        with self._mirrored("capture_prompts"):
+            super().capture_prompts()
+
+    def step_graph(self, rows: int, window: int = 1, kind: str = "greedy") -> StepGraph:
         raise ValueError("a graph of one rank waits for the others: run every rank's session in a process of its own")
 
 

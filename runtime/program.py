@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy
 import torch
 
 from replayssm.plugins.launch import prefill_rows
@@ -19,74 +16,12 @@ from replayssm.runtime.cuda_graphs import Chosen, StepGraphs
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.errors import InferenceError
 from replayssm.runtime.executor import Executor
+from replayssm.runtime.prompt_graphs import PromptGraphs
 from replayssm.runtime.sampling import SamplingBatch, SamplingParams, sample_tokens
+from replayssm.runtime.step_rows import DraftRow, Finish, Row, StepResult, joined, picked, spans_of
 
 MakeExecutor = Callable[[Network, Mapping[str, LayerState]], Callable[[Mapping[str, torch.Tensor]], dict]]
 """Makes what runs a network over its states: inputs by name in, outputs by public name out."""
-
-
-class Row(NamedTuple):
-    """The next tokens of one slot, and whose logits are wanted: of the "last" token, of "all", or "none".
-
-    params: how a captured step chooses the tokens behind them; None takes the likeliest.
-    """
-
-    slot: int
-    tokens: Sequence[int]
-    logits: str = "last"
-    params: SamplingParams | None = None
-
-
-@dataclass(frozen=True)
-class DraftRow:
-    """Tokens for the draft head, which has no tentative windows of its own.
-
-    position: of the first token's *predecessor*: the pair (hidden state of p, token p + 1) is kept at p.
-    hidden_states: [len(tokens), hidden], of the predecessors.
-    """
-
-    slot: int
-    tokens: Sequence[int]
-    position: int
-    hidden_states: torch.Tensor
-
-
-class StepResult:
-    """Outputs of a step. logits [R, vocab] (fp32) of the wanted tokens, hidden_states [T, hidden] of all.
-
-    logits_spans, token_spans: of each row, among the R and the T. chosen: what the step itself chose behind each of the
-    R tokens, None where the caller has to.
-
-    Outputs may be given as functions that make them when they are read. Those of a captured step are: the next step
-    overwrites what they are made of.
-    """
-
-    def __init__(
-        self,
-        logits: torch.Tensor | Callable[[], torch.Tensor],
-        hidden_states: torch.Tensor | Callable[[], torch.Tensor],
-        logits_spans: tuple[slice, ...],
-        token_spans: tuple[slice, ...],
-        chosen: Chosen | None = None,
-    ) -> None:
-        self._logits, self._hidden_states = logits, hidden_states
-        self.logits_spans, self.token_spans, self.chosen = logits_spans, token_spans, chosen
-
-    @cached_property
-    def logits(self) -> torch.Tensor:
-        return self._logits() if callable(self._logits) else self._logits
-
-    @cached_property
-    def hidden_states(self) -> torch.Tensor:
-        return self._hidden_states() if callable(self._hidden_states) else self._hidden_states
-
-    def row_logits(self, row: int) -> torch.Tensor:
-        """Logits of one row, [1, vocab], [len(tokens), vocab] or [0, vocab]."""
-        return self.logits[self.logits_spans[row]]
-
-    def row_hidden_states(self, row: int) -> torch.Tensor:
-        """Hidden states [len(tokens), hidden] of one row."""
-        return self.hidden_states[self.token_spans[row]]
 
 
 SPLIT_TOKENS = 256
@@ -94,14 +29,12 @@ SPLIT_TOKENS = 256
 verify step of 1,280 tokens of a 4B model spends 11.7 ms in products, one of 256 tokens 2.9 ms, of which 1.9 ms are the
 weights."""
 
-Finish = Callable[[], StepResult]
-"""Waits for a step that was started, and returns its outputs. Raises InferenceError if an operator refused a row."""
-
 
 class Program:
     """A network with its states and its executor.
 
-    graphs: run steps whose rows have at most max_window tokens through captured graphs.
+    graphs: run rows of at most max_window tokens through captured graphs, and prompts whose logits nobody wants where
+        the executor can be captured with them. prompt_tokens: most tokens of prompts in a step, about.
     wait_s: seconds that calls have waited for the device so far.
     """
 
@@ -113,6 +46,7 @@ class Program:
         error_flag: torch.Tensor,
         make_executor: MakeExecutor,
         graphs: bool = False,
+        prompt_tokens: int = 0,
     ) -> None:
         settings, device = engine.manifest.replay, error_flag.device
         self.states = {
@@ -124,11 +58,14 @@ class Program:
         self.executor = make_executor(network, self.states)
         self.wait_s = 0.0
         graphs = graphs and (device.type != "cuda" or _has_kernels(self.states.values()))
-        self.graphs = None
+        self.graphs, self.prompts = None, None
         if graphs:
             spec = network.inputs.get("hidden_states")
             hidden = None if spec is None else (spec.shape[-1], torch_dtype(spec.dtype))
             self.graphs = StepGraphs(self.executor, error_flag, slots, settings.max_window, hidden, self._part)
+            if hidden is None and getattr(self.executor, "captures_prompts", False):
+                limits = (slots, settings.max_window, prompt_tokens)
+                self.prompts = PromptGraphs(self.executor, device, *limits, self.graphs.capture)
 
     def __call__(self, *arguments: Any) -> StepResult:
         """`start`, and wait."""
@@ -144,24 +81,40 @@ class Program:
     ) -> Finish:
         """Run `rows`, whose windows begin at `seq_lens`; what is returned waits for them.
 
-        Prefill rows run beside a captured step of all others, not in it: the device computes that one while the host
-        launches the many operators of these. chosen_only: nobody reads logits or hidden states; rows of one token then
-        get a captured step of their own where that spares much padding.
+        Prefill rows run beside a captured step of all others, not in it: in captured steps before it, or behind it, and
+        the device computes it while the host launches the many operators of these. chosen_only: nobody reads logits or
+        hidden states; rows of one token then get a captured step of their own where that spares much padding.
         """
-        short = [len(row.tokens) <= self._max_window for row in rows]
-        if self.graphs is None or (hidden_states is not None and not all(short)):
+        long = [index for index, row in enumerate(rows) if len(row.tokens) > self._max_window]
+        if self.graphs is None or (hidden_states is not None and long):
             result = self._eager(rows, seq_lens, wanted, hidden_states)
             return lambda: self._checked(result)
         if hidden_states is not None:
             return self._captured(rows, seq_lens, wanted, hidden_states)
-        parts = self._captured_parts(rows, chosen_only)
-        finishes = [self._captured(*_picked(part, rows, seq_lens, wanted)) for part in parts]
-        if not all(short):
-            parts.append([index for index, one in enumerate(short) if not one])
-            finishes.append(self._choosing(*_picked(parts[-1], rows, seq_lens, wanted)))
+        prompts = self._prompt_parts(rows, wanted, long)
+        finishes = [self._prompts(*picked(part, rows, seq_lens, wanted), chosen_only) for part in prompts or ()]
+        captured = self._captured_parts(rows, chosen_only)
+        if prompts and not captured:
+            finishes[-1] = self._flagged(finishes[-1])
+        # Behind the prompts: what others give of logits and hidden states lasts until the next captured step, and they
+        # bring the error flag.
+        finishes += [self._captured(*picked(part, rows, seq_lens, wanted)) for part in captured]
+        parts = [*(prompts or ()), *captured]
+        if prompts is None:
+            parts.append(long)
+            finishes.append(self._choosing(*picked(long, rows, seq_lens, wanted)))
         if len(parts) == 1:
             return finishes[0]
-        return lambda: _joined([finish() for finish in finishes], parts)
+        return lambda: joined([finish() for finish in finishes], parts)
+
+    def _prompt_parts(self, rows: Sequence[Row], wanted: Sequence[str], long: list[int]) -> list[list[int]] | None:
+        """Prefill rows that share a captured step; None where they are not captured."""
+        if not long:
+            return []
+        if self.prompts is None or any(wanted[index] != "none" for index in long):
+            return None
+        parts = self.prompts.parts([len(rows[index].tokens) for index in long])
+        return None if parts is None else [[long[index] for index in part] for part in parts]
 
     def _captured_parts(self, rows: Sequence[Row], chosen_only: bool) -> list[list[int]]:
         """Rows that share a captured step."""
@@ -190,7 +143,7 @@ class Program:
     ) -> StepResult:
         lengths = [len(row.tokens) for row in rows]
         starts = [0, *accumulate(lengths[:-1])]
-        indices, spans = _spans(starts, lengths, wanted)
+        indices, spans = spans_of(starts, lengths, wanted)
         inputs = {
             "token_ids": self._tensor([token for row in rows for token in row.tokens], torch.int64),
             "positions": self._tensor(
@@ -215,15 +168,12 @@ class Program:
 
     def check(self) -> None:
         """InferenceError if an operator refused a row since the last check. Waits for the device."""
-        begin = time.perf_counter()
         try:
-            raise_on_error(self._error_flag)
+            self._timed(lambda: raise_on_error(self._error_flag))
         except RuntimeError as error:
             raise InferenceError(
                 f"{error}; start again with a new session, and if it returns, rebuild the engine or report it"
             ) from error
-        finally:
-            self.wait_s += time.perf_counter() - begin
 
     def _choosing(self, rows: Sequence[Row], seq_lens: Sequence[int], wanted: Sequence[str]) -> Finish:
         """An eager step that chooses its tokens, as captured ones do."""
@@ -252,15 +202,46 @@ class Program:
         answer = _Answer(torch.cat([tokens, finite.to(torch.int64), self._error_flag.to(torch.int64)]))
 
         def finish() -> StepResult:
-            begin = time.perf_counter()
-            values = answer.read()
-            self.wait_s += time.perf_counter() - begin
+            values = self._timed(answer.read)
             if values[-1]:
                 self.check()
             result.chosen = Chosen(values[: len(params)], [bool(value) for value in values[len(params) : -1]])
             return result
 
         return finish
+
+    def _prompts(
+        self, rows: Sequence[Row], seq_lens: Sequence[int], wanted: Sequence[str], chosen_only: bool
+    ) -> Finish:
+        """A captured step of prefill rows, which waits for nothing; the error flag is left to the caller."""
+        lengths = [len(row.tokens) for row in rows]
+        graph = self.prompts.get(len(rows), sum(lengths))
+        graph.load([row.tokens for row in rows], seq_lens, [row.slot for row in rows])
+        graph.launch()
+        _, spans = spans_of([0, *accumulate(lengths[:-1])], lengths, wanted)
+        # Another captured step of this call may follow before anyone reads them.
+        hidden_states = graph.hidden_states if chosen_only else graph.hidden_states[: sum(lengths)].clone()
+        result = StepResult(graph.logits, hidden_states, *spans, Chosen([], []))
+        return lambda: result
+
+    def _flagged(self, finish: Finish) -> Finish:
+        """`finish`, once the device has come here, with the error flag as it is then."""
+        answer = _Answer(self._error_flag)
+
+        def flagged() -> StepResult:
+            if self._timed(answer.read)[0]:
+                self.check()
+            return finish()
+
+        return flagged
+
+    def _timed(self, wait: Callable[[], Any]) -> Any:
+        """What `wait` returns, its time counted as waiting for the device."""
+        begin = time.perf_counter()
+        try:
+            return wait()
+        finally:
+            self.wait_s += time.perf_counter() - begin
 
     def _captured(
         self,
@@ -278,7 +259,7 @@ class Program:
             graph.load_hidden_states(hidden_states, lengths)
         launch = graph.launch()
         # What needs no answer is done while the device runs.
-        indices, spans = _spans(range(0, len(rows) * graph.window, graph.window), lengths, wanted)
+        indices, spans = spans_of(range(0, len(rows) * graph.window, graph.window), lengths, wanted)
 
         def logits() -> torch.Tensor:
             wanted = graph.logits
@@ -289,9 +270,7 @@ class Program:
             return wanted if graph.part is None else graph.part.gather(wanted)
 
         def finish() -> StepResult:
-            begin = time.perf_counter()
-            chosen, flag = graph.wait(launch, indices)
-            self.wait_s += time.perf_counter() - begin
+            chosen, flag = self._timed(lambda: graph.wait(launch, indices))
             if flag:
                 self.check()
             # Drafters keep hidden states beyond the step, so they get a copy.
@@ -346,45 +325,3 @@ class _Answer:
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()
-
-
-def _picked(part: Sequence[int], *columns: Sequence[Any]) -> list[Sequence[Any]]:
-    """These entries of each column."""
-    whole = len(part) == len(columns[0])
-    return list(columns) if whole else [[column[index] for index in part] for column in columns]
-
-
-def _joined(results: Sequence[StepResult], parts: Sequence[Sequence[int]]) -> StepResult:
-    """One result of the rows of several, which are those of `parts`."""
-    rows = sum(map(len, parts))
-    spans: tuple[list, list] = ([slice(0)] * rows, [slice(0)] * rows)
-    tokens: list[int] = []
-    finite: list[bool] = []
-    counts = [max(span.stop for span in result.token_spans) for result in results]
-    for result, part, behind in zip(results, parts, [0, *accumulate(counts)], strict=False):
-        for index, logits_span, token_span in zip(part, result.logits_spans, result.token_spans, strict=True):
-            spans[0][index] = slice(logits_span.start + len(tokens), logits_span.stop + len(tokens))
-            spans[1][index] = slice(token_span.start + behind, token_span.stop + behind)
-        tokens, finite = tokens + result.chosen.tokens, finite + result.chosen.finite
-    return StepResult(
-        lambda: torch.cat([result.logits for result in results]),
-        lambda: torch.cat([result.hidden_states[:count] for result, count in zip(results, counts, strict=True)]),
-        *map(tuple, spans),
-        Chosen(tokens, finite),
-    )
-
-
-def _spans(
-    starts: Sequence[int], lengths: Sequence[int], wanted: Sequence[str]
-) -> tuple[numpy.ndarray, tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """(tokens whose logits are wanted, int64, (each row's span among them, each row's span among all tokens))."""
-    ends = numpy.add(starts, lengths, dtype=numpy.int64)
-    counts = numpy.array(
-        [length if want == "all" else want == "last" for length, want in zip(lengths, wanted, strict=True)],
-        dtype=numpy.int64,
-    )
-    behind = counts.cumsum()
-    # Row b's tokens end at ends[b], and at behind[b] among those that are wanted.
-    indices = numpy.repeat(ends - behind, counts) + numpy.arange(counts.sum())
-    spans = tuple(map(slice, (behind - counts).tolist(), behind.tolist()))
-    return indices, (spans, tuple(map(slice, starts, ends.tolist())))

@@ -1,10 +1,9 @@
 """Continuous batching: requests come, share a session's slots step by step, and go.
 
-Every step is one mixed call: each decoding request has a row of its last token and its drafts, and prompts move on by
-whole chunks as far as the token budget and the spread of flushes (`flush_phase`) allow. A chunk is never cut
-differently because of other requests, so a request's windows, and with them its tokens, are those it has alone; only
-draft lengths may follow its own history and the batch. The scheduler belongs to one thread; `engine_loop` is the door
-for others.
+Every step is one mixed call of those whom `step_selection` names: each decoding request has a row of its last token and
+its drafts (`drafting`), each prompt that moves on has one of its next chunk. A request's windows, and with them its
+tokens, are those it has alone; only draft lengths may follow its own history and the batch. The scheduler belongs to
+one thread; `engine_loop` is the door for others.
 
 Without drafts every token of a window stands, and a captured step leaves its choices on the device. So the next step
 starts before the host has read those of the last one, and what the host does costs the device no time. A request that
@@ -21,26 +20,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from replayssm.runtime.choice import Choice, choose
+from replayssm.runtime.choice import choose
 from replayssm.runtime.cuda_graphs import LAST_CHOSEN
-from replayssm.runtime.draft_length import AdaptiveDraftLength
-from replayssm.runtime.flush_phase import FlushPhases, next_history
+from replayssm.runtime.drafting import Drafting
+from replayssm.runtime.flush_phase import next_history
 from replayssm.runtime.prefix_cache import PrefixCache, Snapshot
-from replayssm.runtime.program import Finish
 from replayssm.runtime.requests import Request, Swapped
 from replayssm.runtime.scheduler_options import QueueFullError, SchedulerOptions, SchedulerStats
-from replayssm.runtime.session import Row, Session, StepResult
-from replayssm.runtime.speculation import Committed, Draft, Drafter, DraftRequest, observes
+from replayssm.runtime.session import Row, Session
+from replayssm.runtime.speculation import Drafter
+from replayssm.runtime.step_rows import Finish
+from replayssm.runtime.step_selection import StepSelection
 
-__all__ = ["QueueFullError", "Scheduler", "SchedulerOptions", "SchedulerStats", "checked_draft_len"]
-
-_NO_DRAFT = Draft([])
-HALVED_ROWS = 128
-"""Decoding rows from which drafting requests run in two halves. Fewer do not outweigh reading the weights twice."""
-GATHERED_ROWS, GATHERED_STEPS = 64, 8
-"""Beside so many decoding rows of captured steps, chunks of prompts gather for so many steps. They are not captured:
-launching their operators keeps the host busy for some 35 ms (H200, Nano-4B) however many they are, while a captured
-step of 256 rows takes the device 9.5."""
+__all__ = ["QueueFullError", "Scheduler", "SchedulerOptions", "SchedulerStats"]
 
 
 @dataclass(frozen=True)
@@ -70,17 +62,16 @@ class Scheduler:
     ) -> None:
         self.session = session
         self.options = options or SchedulerOptions()
-        self.draft_len = checked_draft_len(session, drafter, self.options.draft_len)
-        self.max_num_tokens = _checked_budget(session, self.options.max_num_tokens)
-        self.prefix_cache = PrefixCache(self.options.prefix_cache_bytes, session.prefill_chunk)
         self.stats = SchedulerStats()
+        self._drafting = Drafting(session, drafter, self.options, self.stats)
+        self._selection = StepSelection(session, self._drafting, self.stats, self.options.max_num_tokens)
+        self.draft_len, self.max_num_tokens = self._drafting.draft_len, self._selection.max_num_tokens
+        self.prefix_cache = PrefixCache(self.options.prefix_cache_bytes, session.prefill_chunk)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.swapped_requests = 0
         self.swapped_bytes = 0
-        self._drafter, self._acceptance = drafter, AdaptiveDraftLength.for_all()
         self._started: _Started | None = None
-        self._chunk_step = -GATHERED_STEPS
         self._clock = clock
         self._numbers = 0
         self._mean_duration = 1.0
@@ -92,8 +83,7 @@ class Scheduler:
         self.check_room(0)
         request.number, request.submitted = self._numbers, self._clock()
         self._numbers += 1
-        if self._drafter is not None and self.options.draft_costs is not None:
-            request.draft_length = AdaptiveDraftLength(self._acceptance)
+        self._drafting.begin(request)
         self.waiting.append(request)
         return request
 
@@ -124,7 +114,7 @@ class Scheduler:
         self._catch_up()
         if request.finish_reason is not None:
             return
-        request.swapped = Swapped(self.session.save(request.slot), self._snapshot_drafter(request.slot))
+        request.swapped = Swapped(self.session.save(request.slot), self._drafting.snapshot(request.slot))
         self._leave(request)
         # In this order, so that a reader in another thread never counts too few waiting requests.
         self.waiting.append(request)
@@ -169,21 +159,23 @@ class Scheduler:
         self._expire()
         self._share()
         self._admit()
-        halves = self._takes_halves()
-        requests = self._select(halves)
+        halves = self._selection.takes_halves(self.running)
+        # Without drafts all of a step's tokens stand, so its requests may be in the next one too.
+        busy = self._started.requests if self._drafting and self._started is not None else ()
+        requests = self._selection.select(self.running, busy, halves)
         last, self._started = self._started, None
-        runs_ahead = self._may_run_ahead(requests)
+        runs_ahead = self._selection.may_run_ahead(requests)
         started = self._start_step(requests, runs_ahead) if requests else None
         if last is not None:
             self._finish_step(last)
-        if started is not None and runs_ahead and (self._drafter is None or halves):
+        if started is not None and runs_ahead and (halves or not self._drafting):
             self._started = started
         elif started is not None:
             self._finish_step(started)
         return started is not None or last is not None
 
     def _start_step(self, requests: list[Request], chosen_only: bool) -> _Started:
-        self._propose([request for request in requests if not request.plan])
+        self._drafting.propose([request for request in requests if not request.plan])
         rows, positions = [_row(request) for request in requests], [request.fed for request in requests]
         if self.session.can_run_ahead:
             finish = self.session.start_step(rows, chosen_only)
@@ -191,41 +183,9 @@ class Scheduler:
             result = self.session.step(rows)
             finish = lambda: result  # noqa: E731
         self.stats.steps += 1
-        if self._drafter is None:
+        if not self._drafting:
             self._advance(requests, rows, [len(row.tokens) for row in rows])
         return _Started(requests, rows, positions, finish)
-
-    def _may_run_ahead(self, requests: list[Request]) -> bool:
-        """Whether nothing but the choices of a step of these requests is wanted, and others may start before them."""
-        if not self.session.can_run_ahead or not (self._drafter is None or getattr(self._drafter, "on_host", False)):
-            return False
-        return not any(
-            request.processor is not None
-            or request.logprobs is not None
-            or (request.snapshots and request.plan and request.fed + request.plan[0] in request.snapshots)
-            for request in requests
-        )
-
-    def _takes_halves(self) -> bool:
-        """Whether drafting requests take turns in two halves: all of them may run ahead then, so none falls behind."""
-        if self._drafter is None or len(self.running) < HALVED_ROWS:
-            return False
-        decoding = sum(not request.plan for request in self.running)
-        # Chunks of prompts would run beside one half only, and it is the host that they keep busy.
-        has_chunks = any(request.plan and self._is_chunk(request) for request in self.running)
-        if decoding < HALVED_ROWS or (has_chunks and self._chunks_are_due(decoding)):
-            return False
-        return self._may_run_ahead(self.running)
-
-    def _is_chunk(self, request: Request) -> bool:
-        """Whether a prompt's next window is longer than captured steps take."""
-        return request.plan[0] > self.session.settings.max_window
-
-    def _chunks_are_due(self, decoding: int) -> bool:
-        """Whether chunks of prompts may run beside so many decoding rows in this step."""
-        if decoding < GATHERED_ROWS or not self.session.can_run_ahead:
-            return True
-        return self.stats.steps - self._chunk_step >= GATHERED_STEPS
 
     def _catch_up(self) -> None:
         """Settle the step that runs ahead, if there is one."""
@@ -236,7 +196,7 @@ class Scheduler:
     def _finish_step(self, step: _Started) -> None:
         result = step.finish()
         choices = choose(step.requests, step.rows, result, step.positions)
-        if self._drafter is not None:
+        if self._drafting:
             # Who ended meanwhile has no slot any more.
             going_on = [index for index, request in enumerate(step.requests) if request.finish_reason is None]
             if len(going_on) < len(step.requests):
@@ -246,7 +206,7 @@ class Scheduler:
                 len(row.tokens) if request.plan or choice.error is not None else len(choice.tokens)
                 for request, row, choice in zip(step.requests, step.rows, choices, strict=True)
             ]
-            self._count_drafts(step, stands, choices)
+            self._drafting.count(step.requests, step.rows, stands, choices)
             self._advance(step.requests, step.rows, stands)
         now = self._clock()
         for request, position, choice in zip(step.requests, step.positions, choices, strict=True):
@@ -261,8 +221,8 @@ class Scheduler:
                 before = request.generated_count
                 request.take(choice.tokens, choice.logprobs, now)
                 self.stats.generated_tokens += request.generated_count - before
-        if self._drafter is not None and observes(self._drafter):
-            self._observe(step, stands, result)
+        if self._drafting.observes:
+            self._drafting.observe(step.requests, step.rows, stands, result)
         for request in step.requests:
             if request.finish_reason is not None:
                 if request.slot >= 0:
@@ -297,7 +257,7 @@ class Scheduler:
                 self._start(request)
             else:
                 request.slot = self.session.load(request.swapped.blob)
-                self._restore_drafter(request.slot, request.swapped.drafter)
+                self._drafting.restore(request.slot, request.swapped.drafter)
                 self._drop_swapped(request)
             self.waiting.popleft()
             request.served = request.slice_start = self.stats.steps
@@ -310,72 +270,13 @@ class Scheduler:
             request.slot = self.session.allocate()
         else:
             request.slot = self.session.load(snapshot.blob)
-            self._restore_drafter(request.slot, snapshot.drafter)
+            self._drafting.restore(request.slot, snapshot.drafter)
             request.fed = request.cached_tokens = snapshot.seq_len
             request.history = snapshot.history
             for _ in range(snapshot.seq_len // self.session.prefill_chunk):
                 request.plan.popleft()
             self.stats.cached_tokens += snapshot.seq_len
         request.admitted = self._clock()
-
-    def _select(self, halves: bool) -> list[Request]:
-        """Every decoding request that is not in a step, at most half of all where they take turns, and prompts in turn
-        as far as the budget and the spread of flushes allow."""
-        running = self.running
-        if self._drafter is not None and self._started is not None:
-            busy = set(map(id, self._started.requests))
-            running = [request for request in running if id(request) not in busy]
-        decoding = [request for request in running if not request.plan and request.remaining > request.unread]
-        if halves:
-            decoding = decoding[: -(-len(self.running) // 2)]
-        budget = self.max_num_tokens - len(decoding) * (1 + self.draft_len)
-        buffer_len = self.session.settings.buffer_len
-        pace = 1 + self.stats.accepted_tokens / max(self.stats.decode_calls, 1)
-        prompts = sorted((r for r in running if r.plan), key=lambda r: (r.served, r.number))
-        if not self._chunks_are_due(len(decoding)):
-            prompts = [request for request in prompts if not self._is_chunk(request)]
-        if not prompts:
-            return decoding
-        phases = FlushPhases((request.history for request in decoding), len(running), buffer_len, pace)
-        prefilling = []
-        for request in prompts:
-            if request.plan[0] > budget:
-                break
-            # Somebody decodes where a tail is held back, so a step always moves on.
-            if len(request.plan) == 1 and not phases.admit(request.plan[0], request.history):
-                request.held += 1
-                if request.held <= buffer_len:
-                    continue
-            budget -= request.plan[0]
-            request.served = self.stats.steps + 1
-            prefilling.append(request)
-        if any(self._is_chunk(request) for request in prefilling):
-            self._chunk_step = self.stats.steps
-        return [*decoding, *prefilling]
-
-    def _propose(self, decoding: list[Request]) -> None:
-        if self._drafter is None:
-            return
-        asking = []
-        costs = self.options.draft_costs
-        costs = None if costs is None else costs.relative(len(decoding))[: self.draft_len + 1]
-        draws = self.options.draft_sampling
-        for request in decoding:
-            request.draft = _NO_DRAFT
-            limit = self.draft_len if request.draft_length is None else request.draft_length.choose(costs)
-            # A window yields one token more than its drafts, so the last remaining token needs no draft.
-            count = min(limit, request.remaining - 1)
-            if count > 0:
-                params = request.params if draws and not request.params.is_greedy else None
-                asking.append((request, DraftRequest(request.slot, request.tokens, count, params)))
-        if not asking:
-            return
-        drafts = self._drafter.draft([wanted for _, wanted in asking])
-        for (request, wanted), draft in zip(asking, drafts, strict=True):
-            count = wanted.max_tokens
-            if len(draft.tokens) > count:
-                draft = Draft(draft.tokens[:count], None if draft.probs is None else draft.probs[:count])
-            request.draft = draft
 
     def _advance(self, requests: Sequence[Request], rows: Sequence[Row], stands: Sequence[int]) -> None:
         """Let the first stands[i] tokens of each row's window stand."""
@@ -394,31 +295,10 @@ class Scheduler:
                 request.history = 0 if window > longest else history + count
         self.session.advance(tentative)
 
-    def _count_drafts(self, step: _Started, stands: Sequence[int], choices: Sequence[Choice]) -> None:
-        for request, row, count, choice in zip(step.requests, step.rows, stands, choices, strict=True):
-            if request.plan or choice.error is not None:
-                continue
-            drafted = len(row.tokens) - 1
-            request.drafted += drafted
-            self.stats.drafted_tokens += drafted
-            self.stats.accepted_tokens += count - 1
-            if request.draft_length is not None:
-                request.draft_length.observe(drafted, count - 1)
-
-    def _observe(self, step: _Started, stands: Sequence[int], result: StepResult) -> None:
-        """Tell the drafter what stands, of the requests that go on."""
-        self._drafter.observe(
-            [
-                Committed(row.slot, list(row.tokens[:count]), result.row_hidden_states(index)[:count])
-                for index, (request, row, count) in enumerate(zip(step.requests, step.rows, stands, strict=True))
-                if request.finish_reason is None
-            ]
-        )
-
     # Slots
 
     def _keep_snapshot(self, request: Request) -> None:
-        known = self._snapshot_drafter(request.slot)
+        known = self._drafting.snapshot(request.slot)
         snapshot = Snapshot(request.fed, self.session.save(request.slot), known, request.history)
         self.prefix_cache.store(request.prompt, snapshot)
 
@@ -426,8 +306,7 @@ class Scheduler:
         """Take a request off its slot."""
         self.running.remove(request)
         self.session.free(request.slot)
-        if self._drafter is not None:
-            self._drafter.release(request.slot)
+        self._drafting.release(request.slot)
         request.slot = -1
         if request.finish_reason is not None:
             duration = self._clock() - request.admitted
@@ -439,14 +318,6 @@ class Scheduler:
             self.swapped_bytes -= len(request.swapped.blob)
             request.swapped = None
 
-    def _snapshot_drafter(self, slot: int) -> object:
-        snapshot = getattr(self._drafter, "snapshot", None)
-        return None if snapshot is None else snapshot(slot)
-
-    def _restore_drafter(self, slot: int, known: object) -> None:
-        if known is not None:
-            self._drafter.restore(slot, known)
-
 
 def _row(request: Request) -> Row:
     if not request.plan:
@@ -455,30 +326,3 @@ def _row(request: Request) -> Row:
     end = request.fed + request.plan[0]
     wanted = "last" if end == len(request.prompt) else "none"
     return Row(request.slot, request.prompt[request.fed : end], wanted, request.params)
-
-
-def checked_draft_len(session: Session, drafter: Drafter | None, draft_len: int | None) -> int:
-    """Drafts per call, 0 without a drafter. ValueError for what the engine's windows cannot hold."""
-    limit = session.settings.max_window - 1
-    if drafter is None:
-        return 0
-    if limit == 0:
-        raise ValueError("the engine was built without drafts: rebuild it with --max-draft-len")
-    if draft_len is None:
-        return limit
-    if not 1 <= draft_len <= limit:
-        raise ValueError(f"draft_len must be between 1 and the engine's max_draft_len {limit}, got {draft_len}")
-    return draft_len
-
-
-def _checked_budget(session: Session, max_num_tokens: int | None) -> int:
-    """Tokens of a step; at least what lets a prompt move on while all other slots decode."""
-    least = (session.slots - 1) * session.settings.max_window + max(session.prefill_chunk, session.settings.max_window)
-    if max_num_tokens is None:
-        return max(8192, least)
-    if max_num_tokens < least:
-        raise ValueError(
-            f"max_num_tokens {max_num_tokens} is less than the {least} tokens of one prompt chunk "
-            f"({session.prefill_chunk}) beside {session.slots - 1} decoding slots: raise it, or use fewer slots"
-        )
-    return max_num_tokens

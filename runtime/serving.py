@@ -12,10 +12,11 @@ import torch
 from replayssm.plugins import traffic
 from replayssm.runtime.calibration import measure_draft_costs
 from replayssm.runtime.draft_engine import EngineDrafter
+from replayssm.runtime.drafting import checked_draft_len
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.engine_loop import EngineLoop
 from replayssm.runtime.parallel_session import open_session
-from replayssm.runtime.scheduler import Scheduler, SchedulerOptions, checked_draft_len
+from replayssm.runtime.scheduler import Scheduler, SchedulerOptions
 from replayssm.runtime.session import PREFILL_CHUNK, Session, checked_device
 from replayssm.runtime.speculation import Drafter, MtpDrafter, NgramDrafter
 

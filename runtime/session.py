@@ -21,7 +21,8 @@ from replayssm.runtime.cuda_graphs import LAST_CHOSEN, StepGraph
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.errors import NOT_FINITE, InferenceError
 from replayssm.runtime.executor import Executor
-from replayssm.runtime.program import DraftRow, Finish, Program, Row, StepResult, executor_maker
+from replayssm.runtime.program import Program, executor_maker
+from replayssm.runtime.step_rows import DraftRow, Finish, Row, StepResult
 
 __all__ = ["LOGITS", "PREFILL_CHUNK", "DraftRow", "Row", "Session", "StepResult", "check_token_ids", "checked_device"]
 
@@ -42,8 +43,8 @@ class Session:
 
     slots: sequences held at the same time; None takes the engine's max_batch_size.
     prefill_chunk: tokens of one prefill window. Outputs depend on it in the last bits, so it is fixed per session.
-    graphs: run steps without prefill rows as captured CUDA graphs, which then also choose the tokens. By default on a
-        GPU; on the CPU the same code runs uncaptured.
+    graphs: run steps as captured CUDA graphs, which then also choose the tokens, all but long prefill rows and those
+        whose logits are wanted. By default on a GPU; on the CPU the same code runs uncaptured.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Session:
             make_executor = executor_maker(engine, self.device)
             # The draft head's rows bring hidden states and are not captured.
             self._programs = {
-                name: Program(network, engine, state_slots, flag, make_executor, graphs)
+                name: Program(network, engine, state_slots, flag, make_executor, graphs, self.slots * prefill_chunk)
                 for name, network in engine.networks.items()
             }
         except (LookupError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
@@ -169,6 +170,11 @@ class Session:
     def can_run_ahead(self) -> bool:
         """Whether a row's first token may be LAST_CHOSEN: a step can then start before the last one was waited for."""
         return self._programs["main"].graphs is not None
+
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether chunks of prompts run in captured steps too, as far as nobody wants their logits."""
+        return self._programs["main"].prompts is not None
 
     def start_step(self, rows: Sequence[Row], chosen_only: bool = False) -> Finish:
         """`step`, but what waits for the device is the function that it returns.
@@ -288,7 +294,7 @@ class Session:
                 self._seq_lens[slot] += 1
             yield chosen.tokens[: len(slots)]
 
-    def step_graph(self, rows: int, window: int = 1) -> StepGraph:
+    def step_graph(self, rows: int, window: int = 1, kind: str = "greedy") -> StepGraph:
         """The captured step for that many rows and tokens a row, for measurements that drive it themselves.
 
         Slots and lengths that it is given are not checked, and this session does not learn what it did.
@@ -296,7 +302,12 @@ class Session:
         graphs = self._programs["main"].graphs
         if graphs is None:
             raise ValueError("this session has no captured steps: create it with graphs=True")
-        return graphs.get(rows, window)
+        return graphs.get(rows, window, kind)
+
+    def capture_prompts(self) -> None:
+        """Capture all prompt steps now, where this session captures them; `warm_up` does so too."""
+        if self.captures_prompts:
+            self._programs["main"].prompts.prepare()
 
     def warm_up(self) -> None:
         """Run a token in a free slot and forget it: one-time costs of imports, kernels and graphs are then paid.
@@ -306,9 +317,11 @@ class Session:
         slot = self.allocate()
         try:
             result = self.step([Row(slot, [0])])
-            for program in self._programs.values() if self.device.type == "cuda" else ():
-                if program.graphs is not None:
-                    program.graphs.prepare()
+            if self.device.type == "cuda":
+                for program in self._programs.values():
+                    if program.graphs is not None:
+                        program.graphs.prepare()
+                self.capture_prompts()
             if "mtp" in self._programs:
                 self.draft_step([DraftRow(slot, [0], 0, result.hidden_states)])
         except (LookupError, TypeError, AttributeError, RuntimeError, MemoryError) as error:

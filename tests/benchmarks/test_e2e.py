@@ -106,7 +106,7 @@ def test_natural_acceptance(tiny: Path, tmp_path: Path, drafts: str, variant: st
 def test_serving_lines(tiny: Path, tmp_path: Path) -> None:
     """A random model whose head walks cycles accepts what prompt lookup finds in its own text."""
     common = ["--model", str(tiny), "--random-weights", "--device", "cpu", "--batch-size", "3", "--num-steps", "16"]
-    common += ["--repeats", "2", "--prompt-len", "24", "--output-len", "16", "--period", "4"]
+    common += ["--warmup-steps", "0", "--repeats", "2", "--prompt-len", "24", "--output-len", "16", "--period", "4"]
     found = {}
     for strength in ("0", "8"):
         path = serve_ngram.main([*common, "--copy-strength", strength, "--output", str(tmp_path / strength)])

@@ -54,11 +54,11 @@ def test_served_variants_stand_beside_each_other() -> None:
     line = {
         "benchmark": "serve_ngram", "op": "serve", "geometry": "nano4b", "batch": 256, "layers": 42, "layers_total": 42,
         "variant": "replay-ngram", "tokens_per_s": 30000.0, "speedup": 2.0, "speedup_over_snapshots": 1.8,
-        "acceptance_length": 3.17, "mixed_steps": 30, "steps": 40, "split_us": {"ssm": 900.0}, "idle_us": 100.0,
+        "acceptance_length": 3.17, "device_decode_share": 0.7, "device_prompt_share": 0.25,
         "same_tokens": 0.9, "correct": True,
     }  # fmt: skip
     text = report_serving.serving_table([line, {**line, "op": "other"}])
-    row = "| Nemotron-3-Nano-4B, batch 256 | replay-ngram | 30,000 | 2.00x | 1.80x | 3.17 | 75 % | 10 % | 90 % |"
+    row = "| Nemotron-3-Nano-4B, batch 256 | replay-ngram | 30,000 | 2.00x | 1.80x | 3.17 | 25 % | 5 % | 90 % |"
     assert text.splitlines()[2:] == [row]
     assert "| **40 %** |" in report_serving.serving_table([{**line, "correct": False, "same_tokens": 0.4}])
 

@@ -135,6 +135,12 @@ def test_long_convolutions_are_cut_into_chunks() -> None:
     state = allocate_state(ConvGeometry(16, 4), SETTINGS, 3)
     assert launch.conv_chunks(3, 3, state) == 1
     assert launch.conv_chunks(4096, 1, state) == 64
+    # A long prompt among many short or padding rows is cut too, where the caller knows of prompts.
+    assert launch.conv_chunks(512, 8, state) == 1
+    with launch.prefill_rows(True):
+        assert [launch.conv_chunks(512, rows, state) for rows in (1, 8, 512)] == [8, 4, 1]
+    with launch.prefill_rows(False):
+        assert launch.conv_chunks(512, 8, state) == 1
 
 
 @pytest.fixture

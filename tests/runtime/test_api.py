@@ -226,6 +226,9 @@ def test_a_client_that_leaves_cancels_its_request(server, alone, stream):
 
 def test_models_health_metrics(server, client):
     assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="has the model 'tiny', not 'other/model'"):
+        client.models.retrieve("other/model")
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
     client.completions.create(model="tiny", prompt="a", max_tokens=3)
     text = httpx.get(f"{server.url}/metrics").text
@@ -279,6 +282,8 @@ def test_stats_and_page(server, client):
         ({"prompt": []}, 400, "choices (prompts times n), got 0"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options go with stream"),
         ({"prompt": ""}, 400, "the prompt is empty"),
+        ({"prompt": [-1]}, 400, "prompt: expected text, token ids (integers from 0 on), or a list"),
+        ({"prompt": [True]}, 400, "prompt: expected text, token ids"),
         ({"prompt": [10**6]}, 400, "token id 1000000 is outside the vocabulary of"),
         ({"prompt": [1] * 400}, 400, "the engine's max_seq_len is 400"),
         ({"max_tokens": 3}, 400, "prompt: Field required"),
@@ -299,7 +304,7 @@ def test_bad_completions(server, body, status, message):
         ({"messages": [{"role": "critic", "content": "x"}]}, "messages: Input should be 'system'"),
         ({"messages": [{"role": "user"}]}, "a message needs content, or tool_calls"),
         ({"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]}, "belong to messages of the role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages: "),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "images, audio"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}, "start it with --tool-parser"),
         ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "'auto' or 'none'"),
         ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs go with logprobs"),

@@ -194,8 +194,8 @@ def test_interleavings_of_captured_steps(tiny_engine, alone, monkeypatch, draft,
     requests take turns, and rows without a draft run in a step of their own."""
     if draft == "halves":
         draft = "ngram"
-        monkeypatch.setattr("replayssm.runtime.scheduler.HALVED_ROWS", 2)
-        monkeypatch.setattr("replayssm.runtime.scheduler.GATHERED_ROWS", 1)
+        monkeypatch.setattr("replayssm.runtime.step_selection.HALVED_ROWS", 2)
+        monkeypatch.setattr("replayssm.runtime.step_selection.GATHERED_ROWS", 1)
         monkeypatch.setattr("replayssm.runtime.program.SPLIT_TOKENS", 1)
     engine = tiny_engine("nano", buffer_len=buffer_len)
     for seed in range(3):
@@ -236,10 +236,11 @@ def test_a_step_starts_before_the_last_one_was_read(tiny_engine, alone, buffer_l
     assert events.count("start") == events.count("read") == scheduler.stats.steps
 
 
-@pytest.mark.parametrize(("graphs", "least"), [(True, 8), (False, 1)])
-def test_chunks_of_prompts_gather_beside_many_decoding_rows(tiny_engine, alone, monkeypatch, graphs, least):
-    """Where steps are captured; the tokens stay those of a request alone."""
-    monkeypatch.setattr("replayssm.runtime.scheduler.GATHERED_ROWS", 2)
+@pytest.mark.parametrize(("graphs", "tokens", "least"), [(True, 512, 8), (True, 2 * CHUNK, 1), (False, 512, 1)])
+def test_chunks_of_prompts_gather_beside_many_decoding_rows(tiny_engine, alone, monkeypatch, graphs, tokens, least):
+    """Where steps are captured, until they have enough tokens; the tokens stay those of a request alone."""
+    monkeypatch.setattr("replayssm.runtime.step_selection.GATHERED_ROWS", 2)
+    monkeypatch.setattr("replayssm.runtime.step_selection.GATHERED_TOKENS", tokens)
     session = Session(tiny_engine("nano"), slots=5, prefill_chunk=CHUNK, graphs=graphs)
     scheduler, chunk_steps, start_step = Scheduler(session), [], session.start_step
 
@@ -264,9 +265,10 @@ def test_chunks_of_prompts_gather_beside_many_decoding_rows(tiny_engine, alone, 
 
 def test_drafting_requests_take_turns_in_two_halves(tiny_engine, alone, monkeypatch):
     """A step starts while the other half's is computed; no request is in both, and each gets its own tokens."""
-    monkeypatch.setattr("replayssm.runtime.scheduler.HALVED_ROWS", 3)
+    monkeypatch.setattr("replayssm.runtime.step_selection.HALVED_ROWS", 3)
     session = Session(tiny_engine("nano"), slots=5, prefill_chunk=CHUNK, graphs=True)
     running, together, sizes, start_step = [], [], [], session.start_step
+    beside_a_half = False
 
     def start(rows, chosen_only):
         slots = {row.slot for row in rows}
@@ -289,6 +291,15 @@ def test_drafting_requests_take_turns_in_two_halves(tiny_engine, alone, monkeypa
     tokens = {tuple(request.generated) for _, request in requests}
     assert len(tokens) == 1
     assert list(tokens.pop())[: LENGTHS[2]] == alone("nano")[2]
+    # Captured chunks of prompts do not keep the host, so they run beside a half.
+    requests = [scheduler.submit(Request.create(session, PROMPTS[2], 40, end_tokens=())) for _ in range(4)]
+    while scheduler.step():
+        if len(requests) < 8 and scheduler.stats.generated_tokens % 40 > 30 and len(scheduler.running) < 5:
+            requests.append(scheduler.submit(request_for(session, 1)))
+        if scheduler._started is not None:
+            beside_a_half |= any(request.plan and request.plan[0] == CHUNK for request in scheduler._started.requests)
+    assert beside_a_half
+    assert all(request.generated == alone("nano")[1] for request in requests[4:])
     # Log-probabilities need a step's logits, so nobody takes turns beside such a request.
     together.clear()
     for index in (2, 2, 2, 2):
@@ -302,7 +313,7 @@ def test_drafting_requests_take_turns_in_two_halves(tiny_engine, alone, monkeypa
 @pytest.mark.parametrize("draft", ["none", "ngram"])
 def test_a_request_that_ends_while_its_step_runs(tiny_engine, alone, monkeypatch, draft):
     """Its slot goes to another at once, and what the step chose for it changes nothing."""
-    monkeypatch.setattr("replayssm.runtime.scheduler.HALVED_ROWS", 2)
+    monkeypatch.setattr("replayssm.runtime.step_selection.HALVED_ROWS", 2)
     session = Session(tiny_engine("nano"), slots=4, prefill_chunk=CHUNK, graphs=True)
     scheduler = Scheduler(session, make_drafter(draft, session))
     requests = [(index, scheduler.submit(request_for(session, index))) for index in (2, 0, 6, 2, 5, 1, 4)]
