@@ -101,3 +101,51 @@ def test_a_rank_that_is_lost_does_not_hang_the_device(built, tmp_path):
     assert result.returncode == 1
     print("ended by", "an exception" if "RankLostError" in result.stderr else "the watcher")
     assert "rank 1 of 2 ended (exit code -9)" in result.stderr
+
+
+SUMS = """
+import multiprocessing, os, sys
+import torch
+from replayssm.runtime.parallel import ONE_SHOT_BYTES, OneShotSums, collectives
+from replayssm.runtime.parallel_processes import Place, join_group
+
+SIZES = ((1, 128), (7, 8), (256, 2560), (512, 4096), (513, 4096))
+
+def rank_main(place):
+    join_group(place)
+    sums, ring = collectives()["all_reduce"], collectives(one_shot_bytes=0)["all_reduce"]
+    generator = torch.Generator(place.torch_device).manual_seed(place.rank)
+    for rows, columns in SIZES:
+        x = torch.zeros(rows, columns, dtype=torch.bfloat16, device=place.torch_device)
+        sums(x.clone())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            once = sums(x * 1)
+            twice = sums(once / 2)
+        for _ in range(30):
+            x.normal_(generator=generator)
+            graph.replay()
+            expected = ring(x.clone())
+            assert torch.equal(once, expected), (rows, columns)
+            assert torch.equal(twice, ring(expected / 2)), (rows, columns)
+            assert torch.equal(sums(x.clone()), expected), (rows, columns)
+    print("taken in one kernel:", OneShotSums(None, ONE_SHOT_BYTES).take(x[:1]), flush=True)
+    os._exit(0)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=rank_main, args=(Place(r, 2, "cuda", sys.argv[1], 1),)) for r in range(2)]
+    [each.start() for each in ranks]
+    [each.join(80) for each in ranks]
+    sys.exit(max(9 if each.exitcode is None else abs(each.exitcode) for each in ranks))
+"""
+
+
+def test_sums_in_one_kernel_are_those_of_nccl(tmp_path):
+    """Of two terms, which have one sum in any order; eager and in replayed graphs, above the limit too."""
+    script = tmp_path / "sums.py"
+    script.write_text(SUMS)
+    command = [sys.executable, str(script), str(tmp_path / "store")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    print(result.stdout)
+    assert result.returncode == 0, result.stderr
