@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,14 +119,15 @@ class EngineDecoder:
             part = slice(start, start + together)
             pairs = zip(slots[part], self.prompts[part], strict=True)
             session.step([Row(slot, prompt[:-1], "none") for slot, prompt in pairs])
-        answers: list[list[int]] = [[] for _ in slots]
+        steps, has_ended = [], numpy.zeros(len(slots), bool)
         for chosen in session.decode_ahead(slots, [prompt[-1] for prompt in self.prompts], self.new_tokens):
-            for answer, token in zip(answers, chosen, strict=True):
-                if not answer or answer[-1] != END:
-                    answer.append(token)
-            if all(answer[-1] == END for answer in answers):
+            steps.append(numpy.array(chosen))
+            has_ended |= steps[-1] == END
+            if has_ended.all():
                 break
-        return answers
+        tokens = numpy.stack(steps, axis=1)
+        lengths = numpy.where(has_ended, (tokens == END).argmax(axis=1) + 1, tokens.shape[1])
+        return [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
 
 
 def describe(layout: str, form: StateFormat, args: argparse.Namespace) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def compare(
         raise ValueError(f"a prompt of {longest} tokens does not fit the engine's max_seq_len {limit}: leave it out")
     slots = min(slots, len(problems), engine.manifest.limits.max_batch_size)
     sessions = {
-        name: Session(replace(engine, manifest=replace(engine.manifest, replay=settings)), slots, device, graphs=False)
+        name: Session(replace(engine, manifest=replace(engine.manifest, replay=settings)), slots, device)
         for name, settings in formats.items()
     }
     tallies = {name: _Tally() for name in formats}
