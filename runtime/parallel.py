@@ -24,7 +24,7 @@ from replayssm.runtime.sampling import VocabularyPart
 Tensor = torch.Tensor
 
 ONE_SHOT_BYTES = 4 << 20
-"""A decode step of 512 rows and 4,096 columns in bf16."""
+"""For `collectives`: the sums of a decode step of 512 rows and 4,096 columns in bf16."""
 
 ONE_SHOT_RANKS = (2, 4, 8)
 """That PyTorch has kernels for."""
@@ -107,8 +107,8 @@ def _divided(engine: Engine, rank: int, ranks: int, operators: Mapping[str, Call
 class OneShotSums:
     """Sums over the GPUs of one machine where each reads what it lacks from the others' memory, in one kernel.
 
-    PyTorch's symmetric memory does it. A few times faster than a ring for the small sums of a decode step. Ranks whose
-    memory the others cannot reach leave all sums to the group's backend, which the ranks agree on.
+    PyTorch's symmetric memory does it. Ranks whose memory the others cannot reach leave all sums to the group's
+    backend, which the ranks agree on.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, limit: int) -> None:
@@ -149,13 +149,11 @@ class OneShotSums:
         return buffer if bool(agreed) else None
 
 
-def collectives(
-    group: dist.ProcessGroup | None = None, one_shot_bytes: int = ONE_SHOT_BYTES
-) -> dict[str, Callable[..., Any]]:
+def collectives(group: dist.ProcessGroup | None = None, one_shot_bytes: int = 0) -> dict[str, Callable[..., Any]]:
     """`all_reduce`(x), and `all_gather`(x) along the last dimension, over a process group.
 
     group: None is the default one, which may be made later. one_shot_bytes: between GPUs, sums of tensors of at most
-    so many bytes are taken by `OneShotSums`; 0 leaves all to NCCL.
+    so many bytes are taken by `OneShotSums`; 0 leaves all to NCCL, because the others have not met two GPUs yet.
     """
     one_shot = OneShotSums(group, one_shot_bytes)
 
