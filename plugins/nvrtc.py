@@ -116,9 +116,9 @@ def compile_kernel(
 def kernel_options(defines: Mapping[str, int | str], arch: int, kind: str) -> tuple[str, ...]:
     """NVRTC options; PTX targets the virtual architecture and loads on every later GPU.
 
-    A kernel with WGMMA set uses instructions of its own architecture alone.
+    A kernel with USE_WGMMA set uses instructions of its own architecture alone.
     """
-    suffix = "a" if defines.get("WGMMA") else ""
+    suffix = "a" if defines.get("USE_WGMMA") else ""
     target = f"compute_{arch}{suffix}" if kind == "ptx" else f"sm_{arch}{suffix}"
     report = () if kind == "ptx" else ("--ptxas-options=-v",)
     flags = tuple(f"-D{name}={value}" for name, value in sorted(defines.items()))

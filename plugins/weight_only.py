@@ -225,20 +225,15 @@ def _gemm_config(
     stages: int = 4,
     blocks: int | None = None,
     wgmma: bool | None = None,
-    staged: bool | None = None,
 ) -> KernelConfig:
-    """staged: weights travel through shared memory. blocks: of a multiprocessor, fewer where shared memory ends; what
-    registers allow by default."""
+    """blocks: of a multiprocessor, fewer where shared memory ends; what registers allow by default."""
     arch = launch.device_arch(x.device) if x.is_cuda else ASSUMED_ARCH
     sizes = architecture(arch)
     if wgmma is None:
         wgmma = arch // 10 == 9 and tile_tokens >= WGMMA_TOKENS and weight.format != "dense"
     results = tile_tokens * ((16 if activation == "swiglu" else 32) * warps + 8) * 2
-    staged = not wgmma if staged is None else staged
-    stage = tile_tokens * TILE_COLUMNS[weight.format] * 2 + staged * warps * (
-        2304 if weight.format == "nvfp4" else 2048
-    )
-    shared = max(stages * stage, results) + 8 * tile_tokens
+    stage = tile_tokens * TILE_COLUMNS[weight.format] * 2 + warps * (2304 if weight.format == "nvfp4" else 2048)
+    shared = max(stages * stage, results) + 4 * tile_tokens
     fitting = max(1, sizes.shared_per_sm // (shared + 1024))
     defines = {
         "ACTIVATION": ACTIVATIONS[activation],
@@ -251,12 +246,11 @@ def _gemm_config(
         "MODE": MODES[mode],
         "OUTPUT_FP32": int(out.dtype == torch.float32),
         "SHARED_BYTES": shared,
-        "STAGED_WEIGHTS": int(staged),
         "STAGES": stages,
         "THREADS": 32 * warps,
         "TILE_TOKENS": tile_tokens,
+        "USE_WGMMA": int(wgmma),
         "WEIGHT_FORMAT": WEIGHT_FORMATS[weight.format],
-        "WGMMA": int(wgmma),
     }
     return KernelConfig("weight_only_gemm", tuple(sorted(defines.items())), 1, 32 * warps, shared)
 

@@ -20,7 +20,10 @@ dequantize_weights(
     for (int i = 0; i < UNITS; i++) {
         if (first_column + 32 * i >= columns) return;
         u32 pairs[4], words[4];
-        decode_unit(part % 2 ? held.codes[1] : held.codes[0], factors, i, pairs);
+        const u32 own_factors = HAS_BLOCK_SCALES ? shuffle_quad(factors, i) : 0u;
+#pragma unroll
+        for (int step = 0; step < 2; step++)
+            decode_step(part % 2 ? held.codes[1] : held.codes[0], own_factors, i, step, pairs[2 * step], pairs[2 * step + 1]);
         // Of four chunks of 8 columns each lane has a pair; lane t takes chunk t.
 #pragma unroll
         for (int turn = 0; turn < 4; turn++) {

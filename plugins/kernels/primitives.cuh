@@ -115,6 +115,13 @@ DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
                  "r"(valid ? 16 : 0)
                  : "memory");
 }
+// The same where `wanted`, without a branch.
+DEVICE void copy_async_16_if(bool wanted, void* shared, const void* global, bool valid) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16, %2;\n}" ::"r"(
+                     shared_address(shared)),
+                 "l"(global), "r"(valid ? 16 : 0), "r"((int)wanted)
+                 : "memory");
+}
 // The same to an address that shared_address gave.
 DEVICE void copy_async_16_to(u32 shared, const void* global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
@@ -283,7 +290,7 @@ DEVICE void mma_16bit(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-#if WGMMA
+#if USE_WGMMA
 // Products of 64 x 16 by 16 x N 16-bit operands by a group of four warps, which the tensor cores work on by themselves:
 // `wgmma_wait` says when registers and shared memory may change. Lanes hold d and a of their warp's 16 rows as for m16n8k16.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -296,47 +303,40 @@ DEVICE void wgmma_wait() {
 // What the thread wrote to shared memory becomes visible to the tensor cores, behind a barrier.
 DEVICE void fence_shared_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-#define WGMMA_16(TYPE)                                                                                                    \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE " {" \
-                 "%0,%1,%2,%3,%4,%5,%6,%7"                                                                                \
-                 "}, {%8,%9,%10,%11}, %12, p, 1, 1, 0;\n}"                                                                \
-                 : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),              \
-                   "+f"(d[1][2]), "+f"(d[1][3])                                                                           \
+// Parts of 4 registers of d, and the operands' numbers behind those of PARTS of them.
+#define WGMMA_PART(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define WGMMA_PARTS_2(i) WGMMA_PART(i), WGMMA_PART(i + 1)
+#define WGMMA_PARTS_4(i) WGMMA_PARTS_2(i), WGMMA_PARTS_2(i + 2)
+#define WGMMA_OUT_1 "%0,%1,%2,%3"
+#define WGMMA_OUT_2 WGMMA_OUT_1 ",%4,%5,%6,%7"
+#define WGMMA_OUT_3 WGMMA_OUT_2 ",%8,%9,%10,%11"
+#define WGMMA_OUT_4 WGMMA_OUT_3 ",%12,%13,%14,%15"
+#define WGMMA_OUT_6 WGMMA_OUT_4 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define WGMMA_OUT_8 WGMMA_OUT_6 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define WGMMA_AS(SHAPE, TYPE, OUT, IN, ...)                                                                               \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " {" \
+                 OUT "}, " IN ", p, 1, 1, 0;\n}"                                                                          \
+                 : __VA_ARGS__                                                                                            \
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b))
-#define WGMMA_32(TYPE)                                                                                                    \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" \
-                 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"                                                  \
-                 "}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;\n}"                                                              \
-                 : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),              \
-                   "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),              \
-                   "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])                                             \
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b))
-#define WGMMA_64(TYPE)                                                                                                    \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" \
-                 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                                                 \
-                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"                                        \
-                 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}"                                                              \
-                 : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),              \
-                   "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),              \
-                   "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),              \
-                   "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),              \
-                   "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),              \
-                   "+f"(d[7][2]), "+f"(d[7][3])                                                                           \
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b))
+#define WGMMA(SHAPE, OUT, IN, ...)                                                       \
+    do {                                                                                 \
+        if constexpr (FORMAT == FORMAT_BF16) WGMMA_AS(SHAPE, "bf16", OUT, IN, __VA_ARGS__); \
+        else WGMMA_AS(SHAPE, "f16", OUT, IN, __VA_ARGS__);                               \
+    } while (0)
 
-// d += a b for b [N, 64] at `panel`, whose rows of 128 bytes have chunk c at c ^ row % 8; `step` is the sixteenth of columns.
+// d += a b for b [8 PARTS, 64] at `panel`, whose rows of 128 bytes have chunk c at c ^ row % 8; `step` is the sixteenth of
+// columns.
 template <int FORMAT, int PARTS>
 DEVICE void wgmma(float (&d)[PARTS][4], u32 a0, u32 a1, u32 a2, u32 a3, const unsigned char* panel, int step) {
-    // Address; distance of groups of 8 rows, 1024 bytes; swizzle of 128 bytes.
-    const u64 b = (u64)((shared_address(panel) + 32 * step) >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-    constexpr bool BF16 = FORMAT == FORMAT_BF16;
-    if constexpr (PARTS == 2 && BF16) WGMMA_16("bf16");
-    if constexpr (PARTS == 2 && !BF16) WGMMA_16("f16");
-    if constexpr (PARTS == 4 && BF16) WGMMA_32("bf16");
-    if constexpr (PARTS == 4 && !BF16) WGMMA_32("f16");
-    if constexpr (PARTS == 8 && BF16) WGMMA_64("bf16");
-    if constexpr (PARTS == 8 && !BF16) WGMMA_64("f16");
-    static_assert(PARTS == 2 || PARTS == 4 || PARTS == 8, "widths of the product");
+    // Address, of which shared memory has less than 18 bits; distance of groups of 8 rows, 1024 bytes; swizzle of 128 bytes.
+    const u64 b = (u64)((shared_address(panel) >> 4) + 2 * step + (1u << 16)) | 64ull << 32 | 1ull << 62;
+    if constexpr (PARTS == 1) WGMMA("m64n8k16", WGMMA_OUT_1, "{%4,%5,%6,%7}, %8", WGMMA_PART(0));
+    if constexpr (PARTS == 2) WGMMA("m64n16k16", WGMMA_OUT_2, "{%8,%9,%10,%11}, %12", WGMMA_PARTS_2(0));
+    if constexpr (PARTS == 3) WGMMA("m64n24k16", WGMMA_OUT_3, "{%12,%13,%14,%15}, %16", WGMMA_PARTS_2(0), WGMMA_PART(2));
+    if constexpr (PARTS == 4) WGMMA("m64n32k16", WGMMA_OUT_4, "{%16,%17,%18,%19}, %20", WGMMA_PARTS_4(0));
+    if constexpr (PARTS == 6) WGMMA("m64n48k16", WGMMA_OUT_6, "{%24,%25,%26,%27}, %28", WGMMA_PARTS_4(0), WGMMA_PARTS_2(4));
+    if constexpr (PARTS == 8) WGMMA("m64n64k16", WGMMA_OUT_8, "{%32,%33,%34,%35}, %36", WGMMA_PARTS_4(0), WGMMA_PARTS_4(4));
+    static_assert(PARTS <= 4 || PARTS == 6 || PARTS == 8, "widths of the product");
 }
 #endif
 

@@ -42,24 +42,20 @@ DEVICE u32 nvfp4_factors(u32 scales) {
 // The factor of block 0 or 1, in both halves.
 DEVICE u32 nvfp4_factor(u32 factors, int block) { return permute_bytes(factors, 0u, block ? 0x3232u : 0x1010u); }
 
-// Eight e2m1 codes of a word in the order of plugins.weight_only.pack_words as four pairs, two times `first` and two times
-// `second`. Exact: code and scale have six significant bits together.
-DEVICE void decode_nvfp4(u32 word, u32 first, u32 second, u32 (&pairs)[4]) {
+// Eight e2m1 codes of a word in the order of plugins.weight_only.pack_words are four pairs; these are the two of `step`,
+// times `factor`. Exact: code and scale have six significant bits together.
+DEVICE void decode_nvfp4(u32 word, u32 factor, int step, u32& first, u32& second) {
     constexpr u32 SIGNS = 0x80008000u, MAGNITUDES = IS_BF16 ? 0x01c001c0u : 0x0e000e00u;
-    u32 codes[4];
+    u32 codes[2];
     if constexpr (IS_BF16) {
-        codes[0] = word & (SIGNS | MAGNITUDES);
-        codes[1] = word << 3 & (SIGNS | MAGNITUDES);
-        codes[2] = (word << 6 & MAGNITUDES) | (word << 2 & SIGNS);
-        codes[3] = (word >> 3 & MAGNITUDES) | (word << 1 & SIGNS);
+        codes[0] = step ? (word << 6 & MAGNITUDES) | (word << 2 & SIGNS) : word & (SIGNS | MAGNITUDES);
+        codes[1] = step ? (word >> 3 & MAGNITUDES) | (word << 1 & SIGNS) : word << 3 & (SIGNS | MAGNITUDES);
     } else {
-        codes[0] = (word << 3 & MAGNITUDES) | (word & SIGNS);
-        codes[1] = (word << 6 & MAGNITUDES) | (word << 3 & SIGNS);
-        codes[2] = (word << 9 & MAGNITUDES) | (word << 2 & SIGNS);
-        codes[3] = (word & MAGNITUDES) | (word << 1 & SIGNS);
+        codes[0] = step ? (word << 9 & MAGNITUDES) | (word << 2 & SIGNS) : (word << 3 & MAGNITUDES) | (word & SIGNS);
+        codes[1] = step ? (word & MAGNITUDES) | (word << 1 & SIGNS) : (word << 6 & MAGNITUDES) | (word << 3 & SIGNS);
     }
-#pragma unroll
-    for (int i = 0; i < 4; i++) pairs[i] = multiply_pairs<ACTIVATION_FORMAT>(codes[i], i < 2 ? first : second);
+    first = multiply_pairs<ACTIVATION_FORMAT>(codes[0], factor);
+    second = multiply_pairs<ACTIVATION_FORMAT>(codes[1], factor);
 }
 
 // Four e4m3 numbers of a word as two pairs.
@@ -91,16 +87,12 @@ DEVICE const unsigned char* part_scales(const unsigned char* tile, int m) { retu
 
 DEVICE u32 word_of(const uint4& words, int i) { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
 
-// A lane's operands of steps 2 unit and 2 unit + 1: four pairs. factors: of the NVFP4 blocks of these steps, which the
-// lane with the number of the unit holds.
-DEVICE void decode_unit(const uint4& codes, u32 factors, int unit, u32 (&pairs)[4]) {
-    if constexpr (WEIGHT_FORMAT == WEIGHTS_NVFP4) {
-        const u32 both = shuffle_quad(factors, unit);
-        decode_nvfp4(word_of(codes, unit), nvfp4_factor(both, 0), nvfp4_factor(both, 1), pairs);
-    } else if constexpr (WEIGHT_FORMAT == WEIGHTS_FP8) {
-        decode_fp8(word_of(codes, 2 * unit), pairs[0], pairs[1]);
-        decode_fp8(word_of(codes, 2 * unit + 1), pairs[2], pairs[3]);
-    } else {
-        pairs[0] = codes.x, pairs[1] = codes.y, pairs[2] = codes.z, pairs[3] = codes.w;
-    }
+// A lane's operands of step 2 unit + `step`: two pairs. factors: of the NVFP4 blocks of the unit's steps.
+DEVICE void decode_step(const uint4& codes, u32 factors, int unit, int step, u32& first, u32& second) {
+    if constexpr (WEIGHT_FORMAT == WEIGHTS_NVFP4)
+        decode_nvfp4(word_of(codes, unit), nvfp4_factor(factors, step), step, first, second);
+    else if constexpr (WEIGHT_FORMAT == WEIGHTS_FP8)
+        decode_fp8(word_of(codes, 2 * unit + step), first, second);
+    else
+        first = word_of(codes, 2 * step), second = word_of(codes, 2 * step + 1);
 }

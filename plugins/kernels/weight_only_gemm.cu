@@ -1,13 +1,13 @@
 // out = activation(x W^T) with weights of 4, 8 or 16 bits that become 16-bit operands in registers, dense or by expert.
 //
 // A block computes 32 weight rows (output features) a warp for up to TILE_TOKENS tokens; the weights are the left operand
-// of m16n8k16, so that a few tokens waste little. Each warp loads its own weights, through STAGES tiles in shared memory
-// (STAGED_WEIGHTS) or a tile ahead into registers; the activations travel through as many tiles, which the warps share. A
-// token's sums run over columns in an order that depends on the shape and the number of splits alone.
+// of m16n8k16, or of Hopper's products by groups of four warps, so that a few tokens waste little. Each warp copies its own
+// weights through STAGES tiles in shared memory; the activations travel through as many, which the warps share. A token's
+// sums run over columns in an order that depends on the shape and the number of splits alone.
 //
 // Grid: row tiles, token tiles, splits. Stamped in: THREADS, MIN_CTAS, STAGES, TILE_TOKENS, MODE, ACTIVATION, OUTPUT_FP32
-// (the unrounded product, one [tokens, out_features] per split), WGMMA (products by groups of four warps, from TILE_TOKENS
-// of 64 on and for packed weights only), WEIGHT_FORMAT, ACTIVATION_FORMAT, SHARED_BYTES. See plugins/weight_only.py.
+// (the unrounded product, one [tokens, out_features] per split), USE_WGMMA (products by groups of four warps, for packed
+// weights only), WEIGHT_FORMAT, ACTIVATION_FORMAT, SHARED_BYTES. See plugins/weight_only.py.
 #include "weight_only.cuh"
 
 // Which tokens a tile holds: consecutive ones; those of pairs (token, choice) sorted by expert; or the sorted pairs
@@ -22,44 +22,23 @@
 constexpr int WARPS = THREADS / 32, PARTS = TILE_TOKENS / 8;
 constexpr bool PAIRED = ACTIVATION == ACTIVATION_SWIGLU;
 constexpr int WARP_FEATURES = PAIRED ? 16 : 32, TILE_FEATURES = WARPS * WARP_FEATURES;
-constexpr int X_BYTES = TILE_TOKENS * X_ROW_BYTES, STAGE_BYTES = X_BYTES + STAGED_WEIGHTS * WARPS * TILE_BYTES;
+constexpr int X_BYTES = TILE_TOKENS * X_ROW_BYTES, STAGE_BYTES = X_BYTES + WARPS * TILE_BYTES;
 // Tiles whose activations are on their way. Tensor cores may still read those of the tile before.
-constexpr int AHEAD = WGMMA ? STAGES - 2 : STAGES - 1;
+constexpr int AHEAD = USE_WGMMA ? STAGES - 2 : STAGES - 1;
 constexpr int OUT_PITCH = TILE_FEATURES + 8;  // of the results' rows, in elements
 constexpr int BUFFER_BYTES = larger(STAGES * STAGE_BYTES, TILE_TOKENS * OUT_PITCH * 2);  // results take the stages' place
-static_assert(SHARED_BYTES >= BUFFER_BYTES + 8 * TILE_TOKENS, "stages, offsets of rows in x, rows of out");
+static_assert(SHARED_BYTES >= BUFFER_BYTES + 4 * TILE_TOKENS, "stages, rows of out");
 
-// Starts the copies of x's columns from `column` on. x_offsets: of the tile's rows in chunks, negative where there is none.
-DEVICE void load_x(unsigned char* stage, const activation_t* x, const int* x_offsets, int column, int in_features) {
-    constexpr int ROWS = THREADS / X_CHUNKS;  // in eights, so that a thread's chunks lie in one place of their rows
-    const int first = (int)threadIdx.x / X_CHUNKS, chunk = (int)threadIdx.x % X_CHUNKS;
-    const bool in_row = column + chunk * 8 < in_features;
-    unsigned char* target = stage + x_place(first, chunk);
-    const uint4* from = (const uint4*)(x + column) + chunk;
-    int offsets[(TILE_TOKENS + ROWS - 1) / ROWS];
-#pragma unroll
-    for (int i = 0; i * ROWS < TILE_TOKENS; i++)
-        offsets[i] = first + i * ROWS < TILE_TOKENS ? x_offsets[first + i * ROWS] : -1;
-#pragma unroll
-    for (int i = 0; i * ROWS < TILE_TOKENS; i++)
-        if (first + i * ROWS < TILE_TOKENS)
-            copy_async_16(target + i * ROWS * (X_CHUNKS >= 8 ? 128 : 64), from + offsets[i], in_row && offsets[i] >= 0);
-}
-static_assert(THREADS / X_CHUNKS % 8 == 0, "see ROWS");
+// A thread copies the same chunk of every X_ROWS-th row: in eights, so that a row's chunks change places alike.
+constexpr int X_ROWS = THREADS / X_CHUNKS, X_COPIES = (TILE_TOKENS + X_ROWS - 1) / X_ROWS;
+static_assert(X_ROWS % 8 == 0, "see x_place");
 
-// The warp's operands of a unit: rows of two parts of 16, each as for m16n8k16.
-DEVICE void decode(const WeightRows (&rows)[2], const u32 (&factors)[2][2], int unit, u32 (&a)[2][2][4]) {
-#pragma unroll
-    for (int m = 0; m < 2; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) decode_unit(rows[m].codes[half], factors[m][half], unit, a[m][half]);
-}
-
-// sums += a tile's products, for the tile's first 8 USED tokens. operands: for two units, which may still be in use when
-// this returns, and of which `odd` tells the first.
+// sums += a tile's products, for the tile's first 8 USED tokens. operands: of two steps, rows of two parts of 16 each as for
+// m16n8k16, which may still be in use when this returns.
 template <int USED>
-DEVICE void multiply_tile(float (&sums)[2][PARTS][4], const WeightRows (&rows)[2], u32 (&operands)[2][2][2][4],
-                          const unsigned char* stage, int odd) {
+DEVICE void multiply_tile(float (&sums)[2][PARTS][4], const WeightRows (&rows)[2], u32 (&operands)[2][2][4],
+                          const unsigned char* stage) {
+    [[maybe_unused]] const int lane = (int)threadIdx.x % 32;
     u32 factors[2][2];
 #pragma unroll
     for (int m = 0; m < 2; m++)
@@ -68,21 +47,31 @@ DEVICE void multiply_tile(float (&sums)[2][PARTS][4], const WeightRows (&rows)[2
             factors[m][half] = HAS_BLOCK_SCALES ? nvfp4_factors(rows[m].scales >> 16 * half) : 0u;
 #pragma unroll
     for (int unit = 0; unit < UNITS; unit++) {
-        u32(&a)[2][2][4] = operands[(odd * UNITS + unit) % 2];
-        decode(rows, factors, unit, a);
-#if WGMMA
-        wgmma_fence();
+        u32 own[2][2];  // the lane with the number of the unit holds its factors
 #pragma unroll
-        for (int step = 0; step < 2; step++)
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                own[m][half] = HAS_BLOCK_SCALES ? shuffle_quad(factors[m][half], unit) : 0u;
+#pragma unroll
+        for (int step = 0; step < 2; step++) {
+            u32(&a)[2][4] = operands[step];
 #pragma unroll
             for (int m = 0; m < 2; m++)
-                wgmma<ACTIVATION_FORMAT, USED>(
-                    *(float(*)[USED][4])sums[m], a[m][0][2 * step], a[m][1][2 * step], a[m][0][2 * step + 1],
-                    a[m][1][2 * step + 1], stage + unit / 2 * (TILE_TOKENS * 128), unit % 2 * 2 + step);
-        wgmma_commit();
-        wgmma_wait<1>();
-#else
-        const int lane = (int)threadIdx.x % 32;
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    decode_step(rows[m].codes[half], own[m][half], unit, step, a[m][half], a[m][2 + half]);
+#if USE_WGMMA
+            wgmma_fence();
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+                wgmma<ACTIVATION_FORMAT, USED>(*(float(*)[USED][4])sums[m], a[m][0], a[m][1], a[m][2], a[m][3],
+                                               stage + unit / 2 * (TILE_TOKENS * 128), unit % 2 * 2 + step);
+            wgmma_commit();
+            wgmma_wait<1>();
+#endif
+        }
+#if !USE_WGMMA
 #pragma unroll
         for (int n = 0; n < USED; n++) {
             u32 b[4];
@@ -90,9 +79,10 @@ DEVICE void multiply_tile(float (&sums)[2][PARTS][4], const WeightRows (&rows)[2
 #pragma unroll
             for (int step = 0; step < 2; step++)
 #pragma unroll
-                for (int m = 0; m < 2; m++)
-                    mma_16bit<ACTIVATION_FORMAT>(sums[m][n], a[m][0][2 * step], a[m][1][2 * step], a[m][0][2 * step + 1],
-                                                 a[m][1][2 * step + 1], b[2 * step], b[2 * step + 1]);
+                for (int m = 0; m < 2; m++) {
+                    const u32(&a)[4] = operands[step][m];
+                    mma_16bit<ACTIVATION_FORMAT>(sums[m][n], a[0], a[1], a[2], a[3], b[2 * step], b[2 * step + 1]);
+                }
         }
 #endif
     }
@@ -162,79 +152,83 @@ DEVICE void store_sums(float (&sums)[2][PARTS][4], const int* out_rows, int coun
 
 // What a warp multiplies: `steps` tiles of weights, two parts of 16 rows each, and of activations.
 struct Work {
-    const unsigned char* weights[2];
-    const activation_t* x;
-    const int* x_offsets;
+    // Of the lane's chunks: codes of both parts and, in half of the lanes, scales; x, at whose rows the offsets point.
+    const unsigned char *codes[2], *scales;
+    const uint4* x;
+    int x_offsets[X_COPIES];
     unsigned char* stages;
-    int part[2], first_column, in_features, steps;
+    int columns, steps;  // columns of x from the thread's chunk on
 
-    // Into registers.
-    DEVICE_MEMBER void load_weights(int tile, WeightRows (&rows)[2]) const {
-        if (tile >= steps) return;
-        const int lane = (int)threadIdx.x % 32;
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-            const unsigned char* from = weights[m] + tile * TILE_BYTES;
-            rows[m] = load_rows(part_codes(from, part[m]), part_scales(from, part[m]), lane);
-        }
-    }
+    DEVICE_MEMBER unsigned char* stage(int tile) const { return stages + tile % STAGES * STAGE_BYTES; }
     // Where the warp's weights of a tile are in shared memory: two parts' codes, then their scales.
     DEVICE_MEMBER unsigned char* staged(int tile) const {
-        return stages + tile % STAGES * STAGE_BYTES + X_BYTES + (int)threadIdx.x / 32 * TILE_BYTES;
+        return stage(tile) + X_BYTES + (int)threadIdx.x / 32 * TILE_BYTES;
     }
     DEVICE_MEMBER void start_weights(int tile) const {
+        if (tile >= steps) return;
         const int lane = (int)threadIdx.x % 32;
-        unsigned char* to = staged(tile);
+        unsigned char* to = staged(tile) + lane * 16;
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            const unsigned char* from = weights[m] + tile * TILE_BYTES;
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int at = (half * 32 + lane) * 16;
-                copy_async_16(to + m * 1024 + at, part_codes(from, part[m]) + at, true);
-            }
-            if (HAS_BLOCK_SCALES && lane < 8)
-                copy_async_16(to + 2048 + m * 128 + lane * 16, part_scales(from, part[m]) + lane * 16, true);
+            const unsigned char* from = codes[m] + tile * TILE_BYTES;
+            copy_async_16(to + m * 1024, from, true);
+            copy_async_16(to + m * 1024 + 512, from + 512, true);
         }
+        if (HAS_BLOCK_SCALES) copy_async_16_if(lane < 16, to + 2048, scales + tile * TILE_BYTES, true);
     }
-    DEVICE_MEMBER void start(int tile) const {
+    // The block's first 8 USED tokens.
+    template <int USED>
+    DEVICE_MEMBER void start_x(int tile) const {
         if (tile < steps) {
-            if (STAGED_WEIGHTS) start_weights(tile);
-            load_x(stages + tile % STAGES * STAGE_BYTES, x, x_offsets, first_column + tile * TILE_K, in_features);
+            const int first = (int)threadIdx.x / X_CHUNKS, chunk = (int)threadIdx.x % X_CHUNKS;
+            const bool in_row = tile * TILE_K < columns;
+            unsigned char* to = stage(tile) + x_place(first, chunk);
+            const uint4* from = x + tile * X_CHUNKS;
+#pragma unroll
+            for (int i = 0; i * X_ROWS < 8 * USED; i++)
+                copy_async_16_if(i * X_ROWS + X_ROWS <= 8 * USED || first + i * X_ROWS < 8 * USED,
+                                 to + i * X_ROWS * (X_CHUNKS >= 8 ? 128 : 64), from + x_offsets[i], in_row);
         }
         copy_async_commit();
     }
-    // For the block's first 8 USED tokens. rows: of the first tile, loaded.
+    // For the block's first 8 USED tokens, behind start_weights for the first AHEAD tiles.
     template <int USED>
-    DEVICE_MEMBER void multiply(float (&sums)[2][PARTS][4], WeightRows (&rows)[2][2]) const {
-        u32 operands[2][2][2][4];
-        for (int tile = 0; tile < AHEAD; tile++) start(tile);
+    DEVICE_MEMBER void multiply(float (&sums)[2][PARTS][4]) const {
+        u32 operands[2][2][4];
+        for (int tile = 0; tile < AHEAD; tile++) start_x<USED>(tile);
 #pragma unroll 1
-        for (int tile = 0; tile < steps; tile += 2) {
-#pragma unroll
-            for (int odd = 0; odd < 2; odd++) {
-                if (tile + odd >= steps) break;
-                if (!STAGED_WEIGHTS) load_weights(tile + odd + 1, rows[1 - odd]);
-                copy_async_wait_but<AHEAD - 1>();
-#if WGMMA
-                fence_shared_for_wgmma();
+        for (int tile = 0; tile < steps; tile++) {
+            copy_async_wait_but<AHEAD - 1>();
+#if USE_WGMMA
+            fence_shared_for_wgmma();
 #endif
-                sync_threads();
-                start(tile + odd + AHEAD);
-                if (STAGED_WEIGHTS) {
-                    const unsigned char* from = staged(tile + odd);
+            sync_threads();
+            start_weights(tile + AHEAD);
+            start_x<USED>(tile + AHEAD);
+            const unsigned char* from = staged(tile);
+            WeightRows rows[2];
 #pragma unroll
-                    for (int m = 0; m < 2; m++)
-                        rows[odd][m] = load_rows(part_codes(from, m), part_scales(from, m), (int)threadIdx.x % 32);
-                }
-                multiply_tile<USED>(sums, rows[odd], operands, stages + (tile + odd) % STAGES * STAGE_BYTES, odd);
-            }
+            for (int m = 0; m < 2; m++)
+                rows[m] = load_rows(part_codes(from, m), part_scales(from, m), (int)threadIdx.x % 32);
+            multiply_tile<USED>(sums, rows, operands, stage(tile));
         }
-#if WGMMA
+#if USE_WGMMA
         wgmma_wait<0>();
 #endif
         copy_async_wait();
         sync_threads();
+    }
+    // For as few of the block's tokens as hold the first `count`.
+    template <int USED = PARTS>
+    DEVICE_MEMBER void multiply_first(int count, float (&sums)[2][PARTS][4]) const {
+        constexpr int FEWER = USED - (PARTS > 4 ? 2 : 1);
+        if constexpr (FEWER > 0) {
+            if (count <= 8 * FEWER) {
+                multiply_first<FEWER>(count, sums);
+                return;
+            }
+        }
+        multiply<USED>(sums);
     }
 };
 
@@ -249,8 +243,7 @@ weight_only_gemm(
     // [tokens or pairs, out_features], dense
     void* out) {
     DYNAMIC_SHARED(memory);
-    int* x_offsets = (int*)(memory + BUFFER_BYTES);
-    int* out_rows = (int*)(x_offsets + TILE_TOKENS);
+    int* out_rows = (int*)(memory + BUFFER_BYTES);
     int expert = 0, first = (int)blockIdx.y * TILE_TOKENS, count = tokens - first;
     if constexpr (MODE != MODE_DENSE) {
         const int* tile = tiles + 3 * (int)blockIdx.y;
@@ -259,34 +252,36 @@ weight_only_gemm(
     }
     count = count < TILE_TOKENS ? count : TILE_TOKENS;
 
-    const int warp = (int)threadIdx.x / 32;
+    const int tid = (int)threadIdx.x, warp = tid / 32, lane = tid % 32;
     const int first_feature = (int)blockIdx.x * TILE_FEATURES, feature = first_feature + warp * WARP_FEATURES;
     const int row_tiles = (out_features + 31) / 32, all_steps = (in_features + TILE_K - 1) / TILE_K;
     const int splits = (int)gridDim.z, split_steps = (all_steps + splits - 1) / splits;
     const int first_step = (int)blockIdx.z * split_steps;
-    const int steps = all_steps - first_step < split_steps ? all_steps - first_step : split_steps;
     const int row_tile = feature / 32 < row_tiles ? feature / 32 : row_tiles - 1;  // rows behind the last are not stored
     const long long begin = (((long long)expert * row_tiles + row_tile) * all_steps + first_step) * TILE_BYTES;
-    const int half = feature / 16 % 2;
-    const Work work = {{(PAIRED ? gate : weight) + begin, weight + begin}, x, x_offsets, memory,
-                       {PAIRED ? half : 0, PAIRED ? half : 1}, first_step * TILE_K, in_features, steps};
-    WeightRows rows[2][2];
-    if (!STAGED_WEIGHTS) work.load_weights(0, rows[0]);
-    for (int i = (int)threadIdx.x; i < TILE_TOKENS; i += THREADS) {
-        const int at = i < count ? first + i : -1, pair = MODE == MODE_DENSE || at < 0 ? at : order[at];
-        const int source = MODE == MODE_GATHER && pair >= 0 ? pair / top_k : at;
-        x_offsets[i] = source < 0 ? -1 : (int)(offset_of(source, x_stride) / 8);
-        out_rows[i] = MODE == MODE_SCATTER ? pair : at;
+    const unsigned char* from[2] = {(PAIRED ? gate : weight) + begin, weight + begin};
+    const int half = feature / 16 % 2, part[2] = {PAIRED ? half : 0, PAIRED ? half : 1};
+    Work work;
+    work.stages = memory;
+    work.steps = all_steps - first_step < split_steps ? all_steps - first_step : split_steps;
+#pragma unroll
+    for (int m = 0; m < 2; m++) work.codes[m] = part_codes(from[m], part[m]) + lane * 16;
+    work.scales = part_scales(from[lane / 8 % 2], part[lane / 8 % 2]) + lane % 8 * 16;
+    for (int tile = 0; tile < AHEAD; tile++) work.start_weights(tile);
+
+    // Rows of x behind the last used are copies of it; what they give is not stored.
+    const int first_column = first_step * TILE_K + tid % X_CHUNKS * 8;
+    work.x = (const uint4*)(x + first_column);
+    work.columns = in_features - first_column;
+#pragma unroll
+    for (int i = 0; i < X_COPIES; i++) {
+        const int row = tid / X_CHUNKS + i * X_ROWS, at = first + (row < count ? row : count - 1);
+        const int source = MODE == MODE_GATHER ? order[at] / top_k : at;
+        work.x_offsets[i] = (int)(offset_of(source, x_stride) / 8);
     }
-    sync_threads();
+    for (int i = tid; i < count; i += THREADS) out_rows[i] = MODE == MODE_SCATTER ? order[first + i] : first + i;
     float sums[2][PARTS][4] = {};
-    constexpr int LEAST = WGMMA ? 2 : 1;
-    if (PARTS >= 4 * LEAST && count <= TILE_TOKENS / 4)
-        work.multiply<larger(LEAST, PARTS / 4)>(sums, rows);
-    else if (PARTS >= 2 * LEAST && count <= TILE_TOKENS / 2)
-        work.multiply<larger(LEAST, PARTS / 2)>(sums, rows);
-    else
-        work.multiply<PARTS>(sums, rows);
+    work.multiply_first(count, sums);
 
     const float unit = DECODED_UNIT * (WEIGHT_FORMAT == WEIGHTS_16BIT ? 1.f : scale[expert]);
     const float gate_unit = !PAIRED || WEIGHT_FORMAT == WEIGHTS_16BIT ? unit : DECODED_UNIT * gate_scale[expert];

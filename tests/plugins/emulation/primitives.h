@@ -197,6 +197,9 @@ DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
     });
 }
 DEVICE u32 shared_address(const void* pointer) { return (u32)((const unsigned char*)pointer - emulation::shared_memory); }
+DEVICE void copy_async_16_if(bool wanted, void* shared, const void* global, bool valid) {
+    if (wanted) copy_async_16(shared, global, valid);
+}
 DEVICE void copy_async_16_to(u32 shared, const void* global, bool valid) {
     copy_async_16(emulation::shared_memory + shared, global, valid);
 }
