@@ -50,7 +50,9 @@ MOST_TILE_TOKENS = 64
 WGMMA_TOKENS = 1 << 30
 """Tokens of a tile from which Hopper's products by groups of four warps are used: none, because they are right on an
 H200, but have not been timed there. 32 turns them on."""
-ROUTED_PAIRS = 1 << 13
+ROUTED_PAIRS = 1 << 12
+"""Pairs above which several blocks sort them."""
+ROUTING_BLOCKS = 16
 WORDS_AT_A_TIME = 1 << 24
 """32-bit words that `pack_words` converts at a time."""
 PACKED_BYTES = 1 << 26
@@ -255,16 +257,25 @@ def _gemm_config(
     return KernelConfig("weight_only_gemm", tuple(sorted(defines.items())), 1, 32 * warps, shared)
 
 
-def plan_route(ids: Tensor, experts: int, tile_tokens: int, order: Tensor, tiles: Tensor) -> Launch:
+def plan_route(ids: Tensor, experts: int, tile_tokens: int, order: Tensor, tiles: Tensor) -> list[Launch]:
     """order, tiles = the pairs of ids int64 [T, top_k] by expert; int32 [pairs], [`most_tiles`, 3]."""
-    threads, pairs = 1024, ids.numel()
+    threads, pairs, cut = 1024, ids.numel(), [tile_tokens, tiles.shape[0], order, tiles]
     needed = 4 * experts + 8 * threads
-    # In steps, because every amount of shared memory is a kernel of its own to the launcher.
-    staged = needed + -(-pairs // ROUTED_PAIRS) * ROUTED_PAIRS * 4
-    fits = staged <= architecture(launch.device_arch(ids.device) if ids.is_cuda else ASSUMED_ARCH).shared_per_block
     defines = (("BULK_COPY", 0), ("THREADS", threads))
-    config = KernelConfig("route_experts", defines, 1, threads, staged if fits else needed)
-    return Launch(config, [ids, pairs, experts, tile_tokens, tiles.shape[0], int(fits), order, tiles], 1)
+    if pairs <= ROUTED_PAIRS:
+        # Room for as many, because every amount of shared memory is a kernel of its own to the launcher.
+        config = KernelConfig("route_experts", defines, 1, threads, needed + 4 * ROUTED_PAIRS)
+        return [Launch(config, [ids, pairs, experts, *cut], 1)]
+    blocks = min(ROUTING_BLOCKS, -(-pairs // threads))
+    share = -(-pairs // blocks)
+    ranks = torch.empty(pairs, dtype=torch.int32, device=ids.device)
+    counts = torch.empty(blocks, experts, dtype=torch.int32, device=ids.device)
+    count = KernelConfig("count_experts", defines, 1, threads, 4 * experts)
+    place = KernelConfig("place_pairs", defines, 1, threads, 4 * experts + needed)
+    return [
+        Launch(count, [ids, pairs, experts, share, ranks, counts], blocks),
+        Launch(place, [ids, ranks, counts, pairs, experts, share, *cut], blocks),
+    ]
 
 
 def most_tiles(pairs: int, experts: int, tile_tokens: int) -> int:
@@ -372,7 +383,7 @@ def moe(x: Tensor, ids: Tensor, weights: Tensor, projections: Sequence[Weight], 
     common = {"order": order, "tiles": tiles, "tile_tokens": tile_tokens, "top_k": top_k}
     gate = inner[0] if activation == "swiglu" else None
     for plan in (
-        plan_route(ids.contiguous(), experts, tile_tokens, order, tiles),
+        *plan_route(ids.contiguous(), experts, tile_tokens, order, tiles),
         plan_gemm(x, inner[-1], hidden, gate=gate, activation=activation, mode="gather", **common),
         plan_gemm(hidden, down, results, mode="scatter", **common),
         plan_combine(results, weights.contiguous(), out),

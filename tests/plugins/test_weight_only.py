@@ -109,14 +109,14 @@ def test_splits_cover_all_columns_and_each_has_work() -> None:
 
 @devices
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "experts", "tile", "staged"),
-    [(1, 2, 5, 16, True), (29, 3, 7, 16, False), (9, 1, 2000, 8, True)],
+    ("tokens", "top_k", "experts", "tile", "one_block"),
+    [(1, 2, 5, 16, True), (9, 1, 2000, 8, True), (29, 3, 7, 16, False), (900, 3, 1200, 8, False)],
 )
 def test_pairs_are_sorted_by_expert_and_cut_into_tiles(
-    tokens, top_k, experts, tile, staged: bool, device: str, monkeypatch
+    tokens, top_k, experts, tile, one_block: bool, device: str, monkeypatch
 ) -> None:
-    if not staged:
-        monkeypatch.setattr(weight_only, "ROUTED_PAIRS", 1 << 17)  # more than fit into shared memory
+    if not one_block:
+        monkeypatch.setattr(weight_only, "ROUTED_PAIRS", 0)
     ids = torch.rand(tokens, experts, device=device).topk(top_k).indices
     ids[:: 2 if tokens > 1 else 1, 0] = experts - 1
     if tokens > 1:
@@ -125,7 +125,8 @@ def test_pairs_are_sorted_by_expert_and_cut_into_tiles(
     pairs = ids.numel()
     order = torch.full((pairs,), -1, dtype=torch.int32, device=device)
     tiles = torch.full((weight_only.most_tiles(pairs, experts, tile), 3), -1, dtype=torch.int32, device=device)
-    weight_only.plan_route(ids, experts, tile, order, tiles).run(ids.device)
+    for plan in weight_only.plan_route(ids, experts, tile, order, tiles):
+        plan.run(ids.device)
     flat, order, tiles = ids.flatten().tolist(), order.tolist(), tiles.tolist()
     seen = []
     for expert, first, count in tiles:
