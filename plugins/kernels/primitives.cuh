@@ -307,12 +307,17 @@ DEVICE void fence_shared_for_wgmma() { asm volatile("fence.proxy.async.shared::c
 #define WGMMA_PART(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define WGMMA_PARTS_2(i) WGMMA_PART(i), WGMMA_PART(i + 1)
 #define WGMMA_PARTS_4(i) WGMMA_PARTS_2(i), WGMMA_PARTS_2(i + 2)
+#define WGMMA_PARTS_8(i) WGMMA_PARTS_4(i), WGMMA_PARTS_4(i + 4)
 #define WGMMA_OUT_1 "%0,%1,%2,%3"
 #define WGMMA_OUT_2 WGMMA_OUT_1 ",%4,%5,%6,%7"
 #define WGMMA_OUT_3 WGMMA_OUT_2 ",%8,%9,%10,%11"
 #define WGMMA_OUT_4 WGMMA_OUT_3 ",%12,%13,%14,%15"
 #define WGMMA_OUT_6 WGMMA_OUT_4 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define WGMMA_OUT_8 WGMMA_OUT_6 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define WGMMA_OUT_10 WGMMA_OUT_8 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define WGMMA_OUT_12 WGMMA_OUT_10 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define WGMMA_OUT_14 WGMMA_OUT_12 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define WGMMA_OUT_16 WGMMA_OUT_14 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define WGMMA_AS(SHAPE, TYPE, OUT, IN, ...)                                                                               \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " {" \
                  OUT "}, " IN ", p, 1, 1, 0;\n}"                                                                          \
@@ -335,8 +340,16 @@ DEVICE void wgmma(float (&d)[PARTS][4], u32 a0, u32 a1, u32 a2, u32 a3, const un
     if constexpr (PARTS == 3) WGMMA("m64n24k16", WGMMA_OUT_3, "{%12,%13,%14,%15}, %16", WGMMA_PARTS_2(0), WGMMA_PART(2));
     if constexpr (PARTS == 4) WGMMA("m64n32k16", WGMMA_OUT_4, "{%16,%17,%18,%19}, %20", WGMMA_PARTS_4(0));
     if constexpr (PARTS == 6) WGMMA("m64n48k16", WGMMA_OUT_6, "{%24,%25,%26,%27}, %28", WGMMA_PARTS_4(0), WGMMA_PARTS_2(4));
-    if constexpr (PARTS == 8) WGMMA("m64n64k16", WGMMA_OUT_8, "{%32,%33,%34,%35}, %36", WGMMA_PARTS_4(0), WGMMA_PARTS_4(4));
-    static_assert(PARTS <= 4 || PARTS == 6 || PARTS == 8, "widths of the product");
+    if constexpr (PARTS == 8) WGMMA("m64n64k16", WGMMA_OUT_8, "{%32,%33,%34,%35}, %36", WGMMA_PARTS_8(0));
+    if constexpr (PARTS == 10) WGMMA("m64n80k16", WGMMA_OUT_10, "{%40,%41,%42,%43}, %44",
+                                    WGMMA_PARTS_8(0), WGMMA_PARTS_2(8));
+    if constexpr (PARTS == 12) WGMMA("m64n96k16", WGMMA_OUT_12, "{%48,%49,%50,%51}, %52",
+                                    WGMMA_PARTS_8(0), WGMMA_PARTS_4(8));
+    if constexpr (PARTS == 14) WGMMA("m64n112k16", WGMMA_OUT_14, "{%56,%57,%58,%59}, %60",
+                                    WGMMA_PARTS_8(0), WGMMA_PARTS_4(8), WGMMA_PARTS_2(12));
+    if constexpr (PARTS == 16) WGMMA("m64n128k16", WGMMA_OUT_16, "{%64,%65,%66,%67}, %68",
+                                    WGMMA_PARTS_8(0), WGMMA_PARTS_8(8));
+    static_assert(PARTS <= 4 || (PARTS <= 16 && PARTS % 2 == 0), "widths of the product");
 }
 #endif
 
