@@ -41,15 +41,12 @@ CHUNK_BYTES = 16
 COLUMN_MULTIPLE = 64
 """Input features come in these: whole chunks of a row of activations, and of block scales."""
 ROW_MULTIPLE = 8
-WARPS = 4
 ASSUMED_ARCH = 90
 """Compute capability that launches are planned for without a GPU."""
 BLOCKS_WANTED = 2 * 132
 """Blocks below which a dense product splits its columns; twice the multiprocessors of an H200."""
 MOST_TILE_TOKENS = 64
-WGMMA_TOKENS = 1 << 30
-"""Tokens of a tile from which Hopper's products by groups of four warps are used: none, because they are right on an
-H200, but have not been timed there. 32 turns them on."""
+"""Of a dense product."""
 ROUTED_PAIRS = 1 << 12
 """Pairs above which several blocks sort them."""
 ROUTING_BLOCKS = 16
@@ -199,7 +196,7 @@ def plan_gemm(
     tile_tokens: int = MOST_TILE_TOKENS,
     top_k: int = 1,
     splits: int = 1,
-    options: dict[str, int] | None = None,
+    form: Form | None = None,
 ) -> Launch:
     """out = activation(x W^T), see kernels/weight_only_gemm.cu.
 
@@ -207,13 +204,37 @@ def plan_gemm(
     [pairs, out] in sorted order, "scatter" reads x [pairs, in] in sorted order for out in the pairs' own. out: in x's
     dtype, or fp32 [splits, T, out], the unrounded parts of sums over a `splits`th of the columns each.
     """
-    config = _gemm_config(weight, x, out, activation, mode, tile_tokens, **(options or {}))
+    config = _gemm_config(weight, x, out, activation, mode, tile_tokens, form)
     features = config.threads // (2 if gate is not None else 1)
     token_tiles = -(-x.shape[0] // tile_tokens) if tiles is None else tiles.shape[0]
     gates = [None, None] if gate is None else [gate.tiles, gate.scale]
     sizes = [x.shape[0], x.stride(0), weight.in_features, weight.out_features, top_k]
     arguments = [x, weight.tiles, weight.scale, *gates, tiles, order, *sizes, out]
     return Launch(config, arguments, -(-weight.out_features // features), token_tiles, splits)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the product is laid out. wgmma: by Hopper's products of groups of four warps; the same bits.
+
+    blocks: of a multiprocessor, fewer where shared memory ends.
+    """
+
+    wgmma: bool
+    warps: int
+    blocks: int
+    stages: int
+
+
+def gemm_form(format: str, tile_tokens: int, arch: int) -> Form:
+    """The fastest on an H200 for the experts of Super-120B and Qwen3.5-122B (docs/results.md)."""
+    if tile_tokens <= 16:
+        return Form(False, 4, 5, 3)
+    if arch // 10 != 9 or format == "dense":
+        return Form(False, 4, 3 if tile_tokens <= 32 else 2, 4)
+    return (
+        Form(True, 4, 4, 3) if tile_tokens <= 32 else Form(True, 8, 2, 3) if tile_tokens <= 64 else Form(True, 8, 1, 4)
+    )
 
 
 def _gemm_config(
@@ -223,38 +244,29 @@ def _gemm_config(
     activation: str | None,
     mode: str,
     tile_tokens: int,
-    warps: int = WARPS,
-    stages: int = 4,
-    blocks: int | None = None,
-    wgmma: bool | None = None,
+    form: Form | None,
 ) -> KernelConfig:
-    """blocks: of a multiprocessor, fewer where shared memory ends; what registers allow by default."""
     arch = launch.device_arch(x.device) if x.is_cuda else ASSUMED_ARCH
-    sizes = architecture(arch)
-    if wgmma is None:
-        wgmma = arch // 10 == 9 and tile_tokens >= WGMMA_TOKENS and weight.format != "dense"
-    results = tile_tokens * ((16 if activation == "swiglu" else 32) * warps + 8) * 2
-    stage = tile_tokens * TILE_COLUMNS[weight.format] * 2 + warps * (2304 if weight.format == "nvfp4" else 2048)
-    shared = max(stages * stage, results) + 4 * tile_tokens
-    fitting = max(1, sizes.shared_per_sm // (shared + 1024))
+    form = form or gemm_form(weight.format, tile_tokens, arch)
+    results = tile_tokens * ((16 if activation == "swiglu" else 32) * form.warps + 8) * 2
+    stage = tile_tokens * TILE_COLUMNS[weight.format] * 2 + form.warps * (2304 if weight.format == "nvfp4" else 2048)
+    shared = max(form.stages * stage, results) + 4 * tile_tokens
+    fitting = max(1, architecture(arch).shared_per_sm // (shared + 1024))
     defines = {
         "ACTIVATION": ACTIVATIONS[activation],
         "ACTIVATION_FORMAT": FORMATS[str(x.dtype).removeprefix("torch.")],
         "BULK_COPY": 0,
-        "MIN_CTAS": min(
-            fitting,
-            blocks or (4 if tile_tokens <= 16 else 3 if tile_tokens <= 32 or (wgmma and activation != "swiglu") else 2),
-        ),
+        "MIN_CTAS": min(fitting, form.blocks),
         "MODE": MODES[mode],
         "OUTPUT_FP32": int(out.dtype == torch.float32),
         "SHARED_BYTES": shared,
-        "STAGES": stages,
-        "THREADS": 32 * warps,
+        "STAGES": form.stages,
+        "THREADS": 32 * form.warps,
         "TILE_TOKENS": tile_tokens,
-        "USE_WGMMA": int(wgmma),
+        "USE_WGMMA": int(form.wgmma),
         "WEIGHT_FORMAT": WEIGHT_FORMATS[weight.format],
     }
-    return KernelConfig("weight_only_gemm", tuple(sorted(defines.items())), 1, 32 * warps, shared)
+    return KernelConfig("weight_only_gemm", tuple(sorted(defines.items())), 1, 32 * form.warps, shared)
 
 
 def plan_route(ids: Tensor, experts: int, tile_tokens: int, order: Tensor, tiles: Tensor) -> list[Launch]:
@@ -336,7 +348,8 @@ def packed_linear(x: Tensor, weight: Weight, output_dtype: torch.dtype) -> Tenso
     """
     tokens = x.shape[0]
     tile_tokens = dense_tile_tokens(tokens)
-    blocks = -(-weight.out_features // (32 * WARPS)) * -(-tokens // tile_tokens)
+    warps = gemm_form(weight.format, tile_tokens, launch.device_arch(x.device) if x.is_cuda else ASSUMED_ARCH).warps
+    blocks = -(-weight.out_features // (32 * warps)) * -(-tokens // tile_tokens)
     splits = dense_splits(blocks, weight)
     out = torch.empty(tokens, weight.out_features, dtype=output_dtype, device=x.device)
     if splits == 1:
@@ -395,4 +408,4 @@ def moe(x: Tensor, ids: Tensor, weights: Tensor, projections: Sequence[Weight], 
 def expert_tile_tokens(pairs: int, experts: int) -> int:
     """Tokens of a tile: the usual expert has no more, so that its weights are read once."""
     mean = pairs / experts
-    return 16 if mean <= 12 else 32 if mean <= 28 else MOST_TILE_TOKENS
+    return 16 if mean <= 12 else 32 if mean <= 28 else 64

@@ -371,6 +371,15 @@ DEVICE u32 multiply_add_bits(u32 a, u32 b, u32 c) {
 }
 // Bytes of the pair (a, b) that the selector's four nibbles name, 0 to 3 in a and 4 to 7 in b.
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+// The low or high half of a pair in both, in a form that a product of pairs takes as it is.
+DEVICE u32 both_halves(u32 pair, bool high) {
+    u32 result;
+    if (high)
+        asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\nmov.b32 %0, {h, h};\n}" : "=r"(result) : "r"(pair));
+    else
+        asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\nmov.b32 %0, {l, l};\n}" : "=r"(result) : "r"(pair));
+    return result;
+}
 DEVICE u32 rotate_right(u32 value, int bits) { return __funnelshift_r(value, value, bits); }
 // 1 / value to the last bit for a normal value whose mantissa has few bits: Markstein's correction of an approximation
 // within one ulp, which only a mantissa of all ones defeats.

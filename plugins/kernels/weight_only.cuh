@@ -40,7 +40,7 @@ DEVICE u32 nvfp4_factors(u32 scales) {
     return multiply_pairs<FORMAT_FP16>(spread << 7, 0x78007800u);  // times 2^-8, then 2^15
 }
 // The factor of block 0 or 1, in both halves.
-DEVICE u32 nvfp4_factor(u32 factors, int block) { return permute_bytes(factors, 0u, block ? 0x3232u : 0x1010u); }
+DEVICE u32 nvfp4_factor(u32 factors, int block) { return both_halves(factors, block); }
 
 // Eight e2m1 codes of a word in the order of plugins.weight_only.pack_words are four pairs; these are the two of `step`,
 // times `factor`. Exact: code and scale have six significant bits together.

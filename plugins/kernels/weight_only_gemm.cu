@@ -152,10 +152,10 @@ DEVICE void store_sums(float (&sums)[2][PARTS][4], const int* out_rows, int coun
 
 // What a warp multiplies: `steps` tiles of weights, two parts of 16 rows each, and of activations.
 struct Work {
-    // Of the lane's chunks: codes of both parts and, in half of the lanes, scales; x, at whose rows the offsets point.
-    const unsigned char *codes[2], *scales;
-    const uint4* x;
-    int x_offsets[X_COPIES];
+    // Weights of both parts and x. Offsets in chunks: of the lane's codes of both parts and, in half of the lanes, of its
+    // scales; of the thread's chunk of its rows of x.
+    const uint4 *weights[2], *x;
+    int codes[2], scales, x_offsets[X_COPIES];
     unsigned char* stages;
     int columns, steps;  // columns of x from the thread's chunk on
 
@@ -170,11 +170,12 @@ struct Work {
         unsigned char* to = staged(tile) + lane * 16;
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            const unsigned char* from = codes[m] + tile * TILE_BYTES;
+            const uint4* from = weights[m] + (codes[m] + tile * (TILE_BYTES / 16));
             copy_async_16(to + m * 1024, from, true);
-            copy_async_16(to + m * 1024 + 512, from + 512, true);
+            copy_async_16(to + m * 1024 + 512, from + 32, true);
         }
-        if (HAS_BLOCK_SCALES) copy_async_16_if(lane < 16, to + 2048, scales + tile * TILE_BYTES, true);
+        const uint4* from = (PAIRED && lane >= 8 ? weights[1] : weights[0]) + (scales + tile * (TILE_BYTES / 16));
+        if (HAS_BLOCK_SCALES) copy_async_16_if(lane < 16, to + 2048, from, true);
     }
     // The block's first 8 USED tokens.
     template <int USED>
@@ -183,11 +184,10 @@ struct Work {
             const int first = (int)threadIdx.x / X_CHUNKS, chunk = (int)threadIdx.x % X_CHUNKS;
             const bool in_row = tile * TILE_K < columns;
             unsigned char* to = stage(tile) + x_place(first, chunk);
-            const uint4* from = x + tile * X_CHUNKS;
 #pragma unroll
             for (int i = 0; i * X_ROWS < 8 * USED; i++)
                 copy_async_16_if(i * X_ROWS + X_ROWS <= 8 * USED || first + i * X_ROWS < 8 * USED,
-                                 to + i * X_ROWS * (X_CHUNKS >= 8 ? 128 : 64), from + x_offsets[i], in_row);
+                                 to + i * X_ROWS * (X_CHUNKS >= 8 ? 128 : 64), x + (x_offsets[i] + tile * X_CHUNKS), in_row);
         }
         copy_async_commit();
     }
@@ -258,26 +258,26 @@ weight_only_gemm(
     const int splits = (int)gridDim.z, split_steps = (all_steps + splits - 1) / splits;
     const int first_step = (int)blockIdx.z * split_steps;
     const int row_tile = feature / 32 < row_tiles ? feature / 32 : row_tiles - 1;  // rows behind the last are not stored
-    const long long begin = (((long long)expert * row_tiles + row_tile) * all_steps + first_step) * TILE_BYTES;
-    const unsigned char* from[2] = {(PAIRED ? gate : weight) + begin, weight + begin};
+    const int begin = ((expert * row_tiles + row_tile) * all_steps + first_step) * (TILE_BYTES / 16);
     const int half = feature / 16 % 2, part[2] = {PAIRED ? half : 0, PAIRED ? half : 1};
     Work work;
+    work.weights[0] = (const uint4*)(PAIRED ? gate : weight), work.weights[1] = (const uint4*)weight;
+    work.x = (const uint4*)x;
     work.stages = memory;
     work.steps = all_steps - first_step < split_steps ? all_steps - first_step : split_steps;
 #pragma unroll
-    for (int m = 0; m < 2; m++) work.codes[m] = part_codes(from[m], part[m]) + lane * 16;
-    work.scales = part_scales(from[lane / 8 % 2], part[lane / 8 % 2]) + lane % 8 * 16;
+    for (int m = 0; m < 2; m++) work.codes[m] = begin + part[m] * 64 + lane;
+    work.scales = begin + 128 + part[lane / 8 % 2] * 8 + lane % 8;  // lanes 0 to 7 of the first part, 8 to 15 of the second
     for (int tile = 0; tile < AHEAD; tile++) work.start_weights(tile);
 
     // Rows of x behind the last used are copies of it; what they give is not stored.
     const int first_column = first_step * TILE_K + tid % X_CHUNKS * 8;
-    work.x = (const uint4*)(x + first_column);
     work.columns = in_features - first_column;
 #pragma unroll
     for (int i = 0; i < X_COPIES; i++) {
         const int row = tid / X_CHUNKS + i * X_ROWS, at = first + (row < count ? row : count - 1);
         const int source = MODE == MODE_GATHER ? order[at] / top_k : at;
-        work.x_offsets[i] = (int)(offset_of(source, x_stride) / 8);
+        work.x_offsets[i] = (int)((offset_of(source, x_stride) + first_column) / 8);
     }
     for (int i = tid; i < count; i += THREADS) out_rows[i] = MODE == MODE_SCATTER ? order[first + i] : first + i;
     float sums[2][PARTS][4] = {};

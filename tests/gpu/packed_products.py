@@ -67,18 +67,27 @@ def wide_moe(x, ids, weights, wide, activation: str) -> tuple[torch.Tensor, torc
 
 def check_everything(device: str) -> None:
     """One small call of every kernel, compared."""
+    allowed = weight_only.ROUTED_PAIRS
     for format in ("nvfp4", "fp8"):
         held, wide = weight(format, (136, 1088), torch.bfloat16, device)
         x = torch.randn(5, 1088, device=device).bfloat16()
         got = weight_only.linear(x, held, x.dtype)
         assert_close(got, x.double() @ wide.T, x.double().abs() @ wide.abs().T, 1.01)
         assert_close(weight_only.dequantize(held, x.dtype), wide, wide.abs(), 1.01)
+        for tokens in (29, 61, 125):  # the forms for more tokens
+            x = torch.randn(tokens, 1088, device=device).bfloat16()
+            out = torch.full((tokens, 136), torch.nan, dtype=x.dtype, device=device)
+            weight_only.plan_gemm(x, held, out, tile_tokens=tokens + 3).run(x.device)
+            assert_close(out, x.double() @ wide.T, x.double().abs() @ wide.abs().T, 1.01)
     for format, activation in (
         ("nvfp4", "squared_relu"),
         ("nvfp4", "swiglu"),
         ("fp8", "swiglu"),
         ("dense", "squared_relu"),
     ):
-        x, ids, weights, held, wide = experts_of(format, activation, (19, 6, 2, 192, 64), device)
-        got = weight_only.moe(x, ids, weights, held, activation)
-        assert_close(got, *wide_moe(x, ids, weights, wide, activation), 6)
+        for pairs_of_a_block in (allowed, 0):  # sorted by one kernel or by two
+            weight_only.ROUTED_PAIRS = pairs_of_a_block
+            x, ids, weights, held, wide = experts_of(format, activation, (19, 6, 2, 192, 64), device)
+            got = weight_only.moe(x, ids, weights, held, activation)
+            assert_close(got, *wide_moe(x, ids, weights, wide, activation), 6)
+        weight_only.ROUTED_PAIRS = allowed

@@ -197,6 +197,7 @@ DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
     });
 }
 DEVICE u32 shared_address(const void* pointer) { return (u32)((const unsigned char*)pointer - emulation::shared_memory); }
+DEVICE u32 both_halves(u32 pair, bool high) { return (high ? pair >> 16 : pair & 0xffffu) * 0x10001u; }
 DEVICE void copy_async_16_if(bool wanted, void* shared, const void* global, bool valid) {
     if (wanted) copy_async_16(shared, global, valid);
 }
