@@ -3,9 +3,10 @@
     python benchmarks/bench_weight_only.py --model super120b --model qwen122b --model linear --tokens 1 --tokens 256
 
 Bytes are those of the weights that the tokens use, each read once, and nothing else; the ceiling is that of plain reads
-in the same run. Weights rotate until they exceed any cache. Variants: "ours"; "dequantize" (our kernel that writes the
-weight in bf16, then cuBLAS); "cublas" (bf16 weights); "grouped_mm" (torch._grouped_mm over bf16 experts, both products
-of pairs that were sorted beforehand, without activation and combination).
+in the same run, that of operations a large bf16 product. Weights rotate until they exceed any cache. Variants: "ours";
+"dequantize" (our kernel that writes the weight in bf16, then cuBLAS); "cublas" (bf16 weights); "grouped_mm"
+(torch._grouped_mm over bf16 experts, both products of pairs that were sorted beforehand, without activation and
+combination); "dequantized_grouped_mm" (the same behind our kernel that writes all experts in bf16).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import astuple
 from functools import partial
 
 import torch
+from e2e_results import measured_flops
 from harness import COLD_BYTES, Results, Timing, ceilings, time_graph
 
 from replayssm.plugins import nvfp4, weight_only
@@ -65,7 +67,8 @@ def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def report(results: Results, timing: Timing, nbytes: float, ceiling: float, operations: float, **fields) -> None:
-    results.add(timing, nbytes, ceiling, window=1, tflop_s=round(operations / timing.median_us / 1e6, 1), **fields)
+    rate, peak = operations / timing.median_us / 1e6, measured_flops(DEVICE) / 1e12
+    results.add(timing, nbytes, ceiling, window=1, tflop_s=round(rate, 1), ceiling_tflop_s=round(peak, 1), **fields)
 
 
 def measure_linear(results: Results, case: tuple, tokens: list[int], ceiling: float) -> None:
@@ -128,9 +131,16 @@ def measure_mixture(results: Results, model: str, tokens: list[int], ceiling: fl
         calls = [partial(weight_only.moe, x, ids, weights, held, activation) for ids in draws]
         fields = {**common, "format": "nvfp4", "variant": "ours", "error": round(error, 6), "correct": error < ALLOWED}
         report(results, time_graph(calls), used * elements * 0.5625, ceiling, operations, **fields)
-        fields = {**common, "format": "bfloat16", "variant": "grouped_mm"}
         timing, used = time_grouped_mm(draws[0], wide)
+        fields = {**common, "format": "bfloat16", "variant": "grouped_mm"}
         report(results, timing, used * elements * 2, ceiling, operations, **fields)
+        # A peer's weights are rows of one matrix; the time depends on sizes alone.
+        first = held[0]
+        rows = Weight("nvfp4", first.tiles.flatten(0, 1), first.scale[:1], experts * hidden, width)
+        writing = time_graph([partial(weight_only.dequantize, rows, torch.bfloat16)])
+        both = Timing(*(len(held) * one + two for one, two in zip(astuple(writing), astuple(timing), strict=True)))
+        fields = {**common, "format": "nvfp4", "variant": "dequantized_grouped_mm"}
+        report(results, both, experts * elements * 0.5625, ceiling, operations, **fields)
 
 
 def time_grouped_mm(ids: torch.Tensor, wide: list[torch.Tensor]) -> tuple[Timing, int]:
@@ -147,9 +157,9 @@ def time_grouped_mm(ids: torch.Tensor, wide: list[torch.Tensor]) -> tuple[Timing
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=[*MIXTURES, "linear"], help="default: all")
-    parser.add_argument("--tokens", action="append", type=int, help="default: 1, 16, 64, 256, 512 and 1280")
+    parser.add_argument("--tokens", action="append", type=int, help="default: 1 to 2560")
     options = parser.parse_args()
-    tokens = options.tokens or [1, 16, 64, 256, 512, 1280]
+    tokens = options.tokens or [1, 16, 64, 256, 512, 1280, 2560]
     results = Results("weight_only")
     pool = torch.empty(COLD_BYTES * 2, dtype=torch.uint8, device=DEVICE)
     ceiling = ceilings(COLD_BYTES, pool)["read"]

@@ -205,6 +205,7 @@ def main(arguments: list[str] | None = None) -> Path:
         random_weights=options.random_weights,
         layers=options.layers,
         fp8_products=options.fp8_products,
+        tiles=True,
     )
     results = E2eResults(BENCHMARK, options)
     for batch in options.batch_size:

@@ -27,6 +27,7 @@ from replayssm.plugins.manifest import EngineManifest, FileEntry, Limits, is_eng
 from replayssm.plugins.network import Network
 from replayssm.plugins.state import torch_dtype
 from replayssm.runtime.engine import Engine
+from replayssm.runtime.fusion import TILES
 
 DISTRIBUTION_STD_OF_NVFP4_CODES = 2.92
 """Of uniformly drawn E2M1 codes."""
@@ -136,10 +137,12 @@ def load_model(
     layers: int | None = None,
     mtp: bool = False,
     fp8_products: bool = False,
+    tiles: bool = False,
 ) -> Model:
     """`source`: engine directory, checkpoint directory, or a published name, which implies random weights.
 
-    layers: leading layers to keep. mtp: also load the draft head. fp8_products: as in `Model`.
+    layers: leading layers to keep. mtp: also load the draft head. fp8_products: as in `Model`. tiles: draw random
+    experts as kernels hold them (`random_tiles`), other ones than without.
     """
     path = Path(source)
     if is_engine_directory(path):
@@ -162,6 +165,7 @@ def load_model(
     if mtp and networks.mtp is None:
         raise ValueError(f"{source} has no draft head (MTP): choose --drafts ngram")
     weights = _checkpoint_weights(networks, checkpoint) if checkpoint else _random_weights(config, networks, device)
+    made = {device: random_tiles(networks.main, device)} if tiles and not checkpoint and device.type == "cuda" else {}
     short = {value: key for key, value in PUBLISHED.items()}.get(source, path.name if path.is_dir() else source)
     return Model(
         short,
@@ -173,7 +177,25 @@ def load_model(
         config.vocab_size,
         path if path.is_dir() else None,
         fp8_products,
+        made,
     )
+
+
+def random_tiles(network: Network, device: torch.device) -> dict[str, torch.Tensor]:
+    """Random NVFP4 experts of `network` as `weight_only.pack` would leave them: packing 120B weights takes seconds."""
+    found = {}
+    for node in network.nodes:
+        for name in node.inputs[3:] if node.op == "moe" else ():
+            spec = network.weights[name]
+            if spec.dtype != "uint8" or spec.shape[1] % 32 or spec.shape[2] % 64:
+                continue
+            generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+            shape = (spec.shape[0], spec.shape[1] // 32, spec.shape[2] // 64, 2304)
+            tiles = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+            # Block scales of e4m3 from 0.75 to 1.25.
+            tiles[..., 2048:].random_(0x34, 0x3B, generator=generator)
+            found[name + TILES] = tiles
+    return found
 
 
 def _checkpoint_weights(networks: Networks, checkpoint: Checkpoint) -> LazyWeights:

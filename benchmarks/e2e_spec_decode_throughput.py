@@ -216,6 +216,7 @@ def main(arguments: list[str] | None = None) -> Path:
         layers=options.layers,
         mtp=natural and options.drafts == "mtp",
         fp8_products=options.fp8_products,
+        tiles=True,
     )
     results = E2eResults(BENCHMARK, options)
     for batch in options.batch_size:

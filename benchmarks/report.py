@@ -278,24 +278,32 @@ def natural_table(lines: list[Line]) -> str:
     return table(head, rows)
 
 
+PRODUCT_PEERS = {
+    "dequantize": "dequantized, cuBLAS",
+    "cublas": "bf16 weights, cuBLAS",
+    "dequantized_grouped_mm": "dequantized, torch._grouped_mm",
+    "grouped_mm": "bf16 experts, torch._grouped_mm",
+}
+
+
 def product_table(lines: list[Line]) -> str:
     """Ours of each condition beside what else multiplies the same."""
     rows = []
     order = lambda line: (line["op"], NAMES.get(line["geometry"], line["geometry"]), line["batch"])  # noqa: E731
     for line in sorted(select(lines, benchmark="weight_only", variant="ours"), key=order):
         same = {name: line[name] for name in ("benchmark", "op", "geometry", "batch")}
-        others = [select(lines, **same, variant=variant) for variant in ("dequantize", "cublas", "grouped_mm")]
+        others = [select(lines, **same, variant=variant) for variant in PRODUCT_PEERS]
         rows.append(
             [
                 f"{NAMES.get(line['geometry'], line['geometry'])}, {line['format']}, {line['batch']} tokens",
                 f"{line['median_us']:.0f}",
                 f"{100 * line['gb_s'] / line['ceiling_gb_s']:.0f} %",
-                f"{line['tflop_s']:.0f}",
+                f"{line['tflop_s']:.0f} ({100 * line['tflop_s'] / line['ceiling_tflop_s']:.0f} %)",
                 *(f"{found[0]['median_us']:.0f}" if found else "" for found in others),
             ]
         )
-    head = ["product", "us", "of reading the packed weights once", "TFLOP/s", "dequantized, cuBLAS us"]
-    return table([*head, "bf16 weights, cuBLAS us", "bf16 experts, torch._grouped_mm us"], rows)
+    head = ["product", "us", "of reading the packed weights once", "TFLOP/s (of a large bf16 product's)"]
+    return table([*head, *(f"{name}, us" for name in PRODUCT_PEERS.values())], rows)
 
 
 def sessions_table() -> str:
