@@ -261,7 +261,8 @@ def _read_prompts(session: Session, slots: Sequence[int], group: Sequence[Proble
         result = session.step(rows)
         most = session.settings.max_window
         session.advance({row.slot: len(row.tokens) for row in rows if len(row.tokens) <= most})
-        logits |= {row.slot: result.row_logits(i)[0] for i, row in enumerate(rows) if not plans[row.slot]}
+        # The next captured step overwrites them.
+        logits |= {row.slot: result.row_logits(i)[0].clone() for i, row in enumerate(rows) if not plans[row.slot]}
         left = {slot: tokens for slot, tokens in left.items() if tokens}
     return torch.stack([logits[slot] for slot in slots])
 

@@ -72,7 +72,8 @@ def test_counts_against_generation_and_by_hand(engine, prompts):
 def test_prompts_are_read_together(engine, prompts, chunk):
     """A chunk of each at a time; chunks of one token are tentative windows. Rows depend on each other by the order of
     sums in products alone, 2^-8 of bf16 activations; a chunk that is lost changes half of all."""
-    together, alone = (Session(engine, slots=3, prefill_chunk=chunk) for _ in range(2))
+    together = Session(engine, slots=3, prefill_chunk=chunk, graphs=True)
+    alone = Session(engine, slots=3, prefill_chunk=chunk)
     prompts = [prompt[: 5 + 3 * i] for i, prompt in enumerate(prompts)]
     slots = [together.allocate() for _ in prompts]
     logits = _read_prompts(together, slots, [Problem(prompt) for prompt in prompts])
