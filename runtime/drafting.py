@@ -39,16 +39,21 @@ class Drafting:
         if self and self._options.draft_costs is not None:
             request.draft_length = AdaptiveDraftLength(self._acceptance)
 
-    def propose(self, decoding: list[Request]) -> None:
-        """Give each of these requests its draft for the next window."""
+    def propose(self, decoding: Sequence[Request], rows: int) -> None:
+        """Give each of these requests its draft for the next window, unless it has it already.
+
+        rows: about as many as will share the step.
+        """
         if not self:
             return
         asking = []
         costs = self._options.draft_costs
-        costs = None if costs is None else costs.relative(len(decoding))[: self.draft_len + 1]
+        costs = None if costs is None else costs.relative(rows)[: self.draft_len + 1]
         draws = self._options.draft_sampling
         for request in decoding:
-            request.draft = _NO_DRAFT
+            if request.drafted_behind == len(request.tokens):
+                continue
+            request.draft, request.drafted_behind = _NO_DRAFT, len(request.tokens)
             limit = self.draft_len if request.draft_length is None else request.draft_length.choose(costs)
             # A window yields one token more than its drafts, so the last remaining token needs no draft.
             count = min(limit, request.remaining - 1)

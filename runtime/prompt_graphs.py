@@ -20,7 +20,7 @@ from replayssm.runtime.cuda_graphs import Buffers, Capture, Executor, keep_outpu
 
 Tensor = torch.Tensor
 
-TOKEN_BUCKETS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
+TOKEN_BUCKETS = (*range(128, 1025, 128), 1536, 2048)
 """Tokens that graphs are captured for. Fewer would cost what 128 do: the time to read the weights."""
 TOKENS_PER_ROW = 64
 """Tokens of a row, at least on average, in the graphs for few rows. Those for many cost a block per row that is

@@ -74,6 +74,7 @@ class Request:
     held: int = 0
     tokens: list[int] = field(default_factory=list)
     draft: Draft = field(default_factory=lambda: Draft([]))
+    drafted_behind: int = -1
     draft_length: AdaptiveDraftLength | None = None
     swapped: Swapped | None = None
     snapshots: frozenset[int] = frozenset()

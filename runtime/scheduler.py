@@ -175,7 +175,8 @@ class Scheduler:
         return started is not None or last is not None
 
     def _start_step(self, requests: list[Request], chosen_only: bool) -> _Started:
-        self._drafting.propose([request for request in requests if not request.plan])
+        decoding = [request for request in requests if not request.plan]
+        self._drafting.propose(decoding, len(decoding))
         rows, positions = [_row(request) for request in requests], [request.fed for request in requests]
         if self.session.can_run_ahead:
             finish = self.session.start_step(rows, chosen_only)
