@@ -66,10 +66,10 @@ class StepSelection:
             self._drafting.propose(decoding, half)
             decoding, undrafted = self._turn(decoding, busy)
             decoding = sorted(decoding, key=lambda r: r.served)[:half]
-            for request in decoding:
-                request.served = self._stats.steps + 1
             if undrafted:
                 prompts = [request for request in prompts if self._is_chunk(request) or request.plan[0] == 1]
+        for request in decoding:
+            request.served = self._stats.steps + 1
         if not self._chunks_are_due(len(decoding), prompts):
             prompts = [request for request in prompts if not self._is_chunk(request)]
         return [*decoding, *self._prompts(prompts, decoding, len(running))] if prompts else decoding

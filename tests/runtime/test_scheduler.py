@@ -195,6 +195,7 @@ def test_interleavings_of_captured_steps(tiny_engine, alone, monkeypatch, draft,
     if draft == "halves":
         draft = "ngram"
         monkeypatch.setattr("replayssm.runtime.step_selection.HALVED_ROWS", 2)
+        monkeypatch.setattr("replayssm.runtime.step_selection.TURN_ROWS", 1)
         monkeypatch.setattr("replayssm.runtime.step_selection.GATHERED_ROWS", 1)
         monkeypatch.setattr("replayssm.runtime.program.SPLIT_TOKENS", 1)
     engine = tiny_engine("nano", buffer_len=buffer_len)
@@ -308,6 +309,45 @@ def test_drafting_requests_take_turns_in_two_halves(tiny_engine, alone, monkeypa
     while scheduler.step():
         pass
     assert max(together) == 1
+
+
+class SomeDrafter:
+    """Drafts for two slots of three, wrong ones mostly: more than half of the rows have some."""
+
+    observes, on_host = False, True
+
+    def draft(self, requests):
+        return [Draft([1] * request.max_tokens if request.slot % 3 else []) for request in requests]
+
+    def release(self, slot):
+        pass
+
+
+def test_halves_are_of_rows_with_drafts_or_of_rows_without(tiny_engine, alone, monkeypatch):
+    """They alternate, tails of prompts run beside drafts, and nobody waits long."""
+    monkeypatch.setattr("replayssm.runtime.step_selection.HALVED_ROWS", 4)
+    monkeypatch.setattr("replayssm.runtime.step_selection.TURN_ROWS", 2)
+    session = Session(tiny_engine("nano"), slots=6, prefill_chunk=CHUNK, graphs=True)
+    scheduler, steps, start_step = Scheduler(session, SomeDrafter()), [], session.start_step
+
+    def start(rows, chosen_only):
+        if scheduler._selection.takes_halves(scheduler.running):
+            decoding = [row for row in rows if row.logits == "all"]
+            tails = [row for row in rows if row.logits == "last" and len(row.tokens) > 1]
+            steps.append(({len(row.tokens) > 1 for row in decoding}, len(tails), {row.slot for row in decoding}))
+        return start_step(rows, chosen_only)
+
+    session.start_step = start
+    requests = [scheduler.submit(Request.create(session, PROMPTS[2], 60, end_tokens=())) for _ in range(5)]
+    requests += [scheduler.submit(request_for(session, index)) for index in (1, 4, 1, 6, 3, 4)]
+    while scheduler.step():
+        assert max((scheduler.stats.steps - r.served for r in scheduler.running if not r.plan), default=0) <= 4
+    assert [request.generated for request in requests[5:]] == [alone("nano")[index] for index in (1, 4, 1, 6, 3, 4)]
+    assert len({tuple(request.generated) for request in requests[:5]}) == 1
+    kinds = [kinds for kinds, _, _ in steps]
+    assert kinds.count({True}) > 5 < kinds.count({False})
+    assert all(a != b for a, b in itertools.pairwise(kinds) if len(a) == len(b) == 1)
+    assert sum(tails for _, tails, _ in steps) > 0 == sum(tails for one, tails, _ in steps if one == {False})
 
 
 @pytest.mark.parametrize("draft", ["none", "ngram"])
