@@ -163,8 +163,8 @@ class Request:
         """Mean tokens per verify or decode call; None where the prompt's own logits gave all of them."""
         return (self.generated_count - 1) / self.calls if self.calls else None
 
-    def take(self, new: Sequence[int], logprobs: Sequence[TokenLogprob], now: float) -> None:
-        """Append a window's tokens up to the first that ends the sequence, and report them."""
+    def take(self, new: Sequence[int], logprobs: Sequence[TokenLogprob], now: float) -> int:
+        """Append a window's tokens up to the first that ends the sequence, and report them; returns how many."""
         kept, completed = list(new), False
         has_ended = not self.end_tokens.isdisjoint(kept)
         if has_ended:
@@ -188,6 +188,7 @@ class Request:
             text += self.stream.finish()
         if self.on_update is not None:
             self.on_update(self, Update(tuple(kept), text, tuple(logprobs[: len(kept)]), self.finish_reason))
+        return len(kept)
 
     def end(self, reason: str, error: str | None = None) -> None:
         """End the request without more tokens; text that was held back becomes final."""

@@ -219,9 +219,7 @@ class Scheduler:
                 if position >= len(request.prompt):
                     request.calls += 1
                     self.stats.decode_calls += 1
-                before = request.generated_count
-                request.take(choice.tokens, choice.logprobs, now)
-                self.stats.generated_tokens += request.generated_count - before
+                self.stats.generated_tokens += request.take(choice.tokens, choice.logprobs, now)
         if self._drafting.observes:
             self._drafting.observe(step.requests, step.rows, stands, result)
         for request in step.requests:

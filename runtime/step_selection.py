@@ -60,7 +60,10 @@ class StepSelection:
         if busy:
             taken = set(map(id, busy))
             running = [request for request in running if id(request) not in taken]
-        decoding = [request for request in running if not request.plan and request.remaining > request.unread]
+        decoding = [request for request in running if not request.plan]
+        if not self._drafting:
+            # A step that has started may choose a request's last token.
+            decoding = [request for request in decoding if request.remaining > request.unread]
         prompts = sorted((r for r in running if r.plan), key=lambda r: (r.served, r.number))
         if halves:
             self._drafting.propose(decoding, half)
