@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
+PROBLEMS = 1024
 TIERS = ("easy", "long", "track", "gsm", "recall", "tangle")
 
 # Formats that are drawn, in this order: colour, line.
@@ -119,10 +120,11 @@ def accuracy_table(lines: list[dict[str, Any]]) -> str:
 
 
 def _change(line: dict[str, Any], marked: bool) -> str:
-    """marked: say of a simulated line that it is one."""
+    """marked: say of a simulated line that it is one. Numbers of problems stand where they are not the usual one."""
     low, high = (100 * bound for bound in line["difference_interval_95"])
     simulated = ", simulated" if marked and "simulated" in line["variant"] else ""
-    return f"{100 * line['difference']:+.1f} ({low:+.1f} to {high:+.1f}{simulated})"
+    problems = "" if line["count"] == PROBLEMS else f"; {line['count']:,} problems"
+    return f"{100 * line['difference']:+.1f} ({low:+.1f} to {high:+.1f}{simulated}{problems})"
 
 
 def main(lines: list[dict[str, Any]], docs: Path) -> None:

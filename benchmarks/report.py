@@ -357,7 +357,8 @@ def traffic_table() -> str:
 
 def precision_table(lines: list[Line]) -> str:
     """Right answers with float32 and what other formats change, of the formats that the published experiment had."""
-    names = ("float32", "nvfp4", "float16, stochastic, nvfp4 readout", "float8, stochastic, nvfp4 readout")
+    readouts = ("float16, stochastic, nvfp4", "float8, stochastic, nvfp4", "float16, stochastic, float8")
+    names = ("float32", "nvfp4", *(f"{name} readout" for name in readouts))
     found = select(lines, benchmark="format_accuracy")
     rows = []
     for model, tier in sorted({(line["model"], line["tier"]) for line in found}):
@@ -366,7 +367,7 @@ def precision_table(lines: list[Line]) -> str:
             cells = [f"{100 * own[name]['difference']:+.1f}" if name in own else "" for name in names[1:]]
             rows.append([model, tier, own[names[0]]["count"], f"{100 * own[names[0]]['value']:.1f} %", *cells])
     head = ["model", "problems", "of them", "right with float32", "one nvfp4 copy", "fp16 and nvfp4 readout"]
-    return table([*head, "fp8 and nvfp4 readout"], rows)
+    return table([*head, "fp8 and nvfp4 readout", "fp16 and fp8 readout"], rows)
 
 
 def longest_contexts(lines: Iterable[Line]) -> list[Line]:
