@@ -408,4 +408,4 @@ def moe(x: Tensor, ids: Tensor, weights: Tensor, projections: Sequence[Weight], 
 def expert_tile_tokens(pairs: int, experts: int) -> int:
     """Tokens of a tile: the usual expert has no more, so that its weights are read once."""
     mean = pairs / experts
-    return 16 if mean <= 12 else 32 if mean <= 28 else 64
+    return 16 if mean <= 12 else 32 if mean <= 28 else 64 if mean <= 80 else 128

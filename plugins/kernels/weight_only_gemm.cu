@@ -23,8 +23,9 @@ constexpr int WARPS = THREADS / 32, PARTS = TILE_TOKENS / 8;
 constexpr bool PAIRED = ACTIVATION == ACTIVATION_SWIGLU;
 constexpr int WARP_FEATURES = PAIRED ? 16 : 32, TILE_FEATURES = WARPS * WARP_FEATURES;
 constexpr int X_BYTES = TILE_TOKENS * X_ROW_BYTES, STAGE_BYTES = X_BYTES + WARPS * TILE_BYTES;
-// Tiles whose activations are on their way. Tensor cores may still read those of the tile before.
-constexpr int AHEAD = USE_WGMMA ? STAGES - 2 : STAGES - 1;
+// Tiles that are on their way. Tensor cores that work by themselves may still read activations of the tile before.
+constexpr int AHEAD = STAGES - 1, X_AHEAD = USE_WGMMA ? STAGES - 2 : STAGES - 1;
+static_assert(X_AHEAD > 0, "see the waits");
 constexpr int OUT_PITCH = TILE_FEATURES + 8;  // of the results' rows, in elements
 constexpr int BUFFER_BYTES = larger(STAGES * STAGE_BYTES, TILE_TOKENS * OUT_PITCH * 2);  // results take the stages' place
 static_assert(SHARED_BYTES >= BUFFER_BYTES + 4 * TILE_TOKENS, "stages, rows of out");
@@ -152,30 +153,35 @@ DEVICE void store_sums(float (&sums)[2][PARTS][4], const int* out_rows, int coun
 
 // What a warp multiplies: `steps` tiles of weights, two parts of 16 rows each, and of activations.
 struct Work {
-    // Weights of both parts and x. Offsets in chunks: of the lane's codes of both parts and, in half of the lanes, of its
-    // scales; of the thread's chunk of its rows of x.
+    // Weights of both parts and x. Offsets in chunks: of the lane's codes of the first part; of the thread's chunk of its rows
+    // of x.
     const uint4 *weights[2], *x;
-    int codes[2], scales, x_offsets[X_COPIES];
+    int codes, x_offsets[X_COPIES];
     unsigned char* stages;
     int columns, steps;  // columns of x from the thread's chunk on
 
+    // Of two weights, the half of a row tile that is the warp's.
+    DEVICE_MEMBER static int part_of_pair() { return (int)threadIdx.x / 32 % 2; }
     DEVICE_MEMBER unsigned char* stage(int tile) const { return stages + tile % STAGES * STAGE_BYTES; }
     // Where the warp's weights of a tile are in shared memory: two parts' codes, then their scales.
     DEVICE_MEMBER unsigned char* staged(int tile) const {
         return stage(tile) + X_BYTES + (int)threadIdx.x / 32 * TILE_BYTES;
     }
     DEVICE_MEMBER void start_weights(int tile) const {
-        if (tile >= steps) return;
         const int lane = (int)threadIdx.x % 32;
+        const bool wanted = tile < steps;
         unsigned char* to = staged(tile) + lane * 16;
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            const uint4* from = weights[m] + (codes[m] + tile * (TILE_BYTES / 16));
-            copy_async_16(to + m * 1024, from, true);
-            copy_async_16(to + m * 1024 + 512, from + 32, true);
+            const uint4* from = weights[m] + (codes + (PAIRED ? 0 : m * 64) + tile * (TILE_BYTES / 16));
+            copy_async_16_if(wanted, to + m * 1024, from, true);
+            copy_async_16_if(wanted, to + m * 1024 + 512, from + 32, true);
         }
-        const uint4* from = (PAIRED && lane >= 8 ? weights[1] : weights[0]) + (scales + tile * (TILE_BYTES / 16));
-        if (HAS_BLOCK_SCALES) copy_async_16_if(lane < 16, to + 2048, from, true);
+        // Lanes 0 to 7 copy scales of the first part, 8 to 15 of the second, or of two weights the same part of each.
+        const int scales = codes + 128 + tile * (TILE_BYTES / 16) - (PAIRED ? (lane & 8) + 56 * part_of_pair() : 0);
+        if (HAS_BLOCK_SCALES) copy_async_16_if(wanted && lane < (PAIRED ? 8 : 16), to + 2048, weights[0] + scales, true);
+        if (HAS_BLOCK_SCALES && PAIRED)
+            copy_async_16_if(wanted && lane / 8 == 1, to + 2048, weights[1] + scales, true);
     }
     // The block's first 8 USED tokens.
     template <int USED>
@@ -189,22 +195,30 @@ struct Work {
                 copy_async_16_if(i * X_ROWS + X_ROWS <= 8 * USED || first + i * X_ROWS < 8 * USED,
                                  to + i * X_ROWS * (X_CHUNKS >= 8 ? 128 : 64), x + (x_offsets[i] + tile * X_CHUNKS), in_row);
         }
-        copy_async_commit();
     }
     // For the block's first 8 USED tokens, behind start_weights for the first AHEAD tiles.
     template <int USED>
     DEVICE_MEMBER void multiply(float (&sums)[2][PARTS][4]) const {
         u32 operands[2][2][4];
-        for (int tile = 0; tile < AHEAD; tile++) start_x<USED>(tile);
+        for (int tile = 0; tile < X_AHEAD; tile++) {
+            start_x<USED>(tile);
+            copy_async_commit();
+            if (USE_WGMMA) copy_async_commit();  // weights, which are in the first group
+        }
 #pragma unroll 1
         for (int tile = 0; tile < steps; tile++) {
-            copy_async_wait_but<AHEAD - 1>();
 #if USE_WGMMA
+            // Of each tile there are a group of activations and one of weights, which start a tile earlier.
+            copy_async_wait_but<2 * X_AHEAD - 1>();
             fence_shared_for_wgmma();
+#else
+            copy_async_wait_but<X_AHEAD - 1>();
 #endif
             sync_threads();
+            start_x<USED>(tile + X_AHEAD);
+            if (USE_WGMMA) copy_async_commit();
             start_weights(tile + AHEAD);
-            start_x<USED>(tile + AHEAD);
+            copy_async_commit();
             const unsigned char* from = staged(tile);
             WeightRows rows[2];
 #pragma unroll
@@ -259,15 +273,12 @@ weight_only_gemm(
     const int first_step = (int)blockIdx.z * split_steps;
     const int row_tile = feature / 32 < row_tiles ? feature / 32 : row_tiles - 1;  // rows behind the last are not stored
     const int begin = ((expert * row_tiles + row_tile) * all_steps + first_step) * (TILE_BYTES / 16);
-    const int half = feature / 16 % 2, part[2] = {PAIRED ? half : 0, PAIRED ? half : 1};
     Work work;
     work.weights[0] = (const uint4*)(PAIRED ? gate : weight), work.weights[1] = (const uint4*)weight;
     work.x = (const uint4*)x;
     work.stages = memory;
     work.steps = all_steps - first_step < split_steps ? all_steps - first_step : split_steps;
-#pragma unroll
-    for (int m = 0; m < 2; m++) work.codes[m] = begin + part[m] * 64 + lane;
-    work.scales = begin + 128 + part[lane / 8 % 2] * 8 + lane % 8;  // lanes 0 to 7 of the first part, 8 to 15 of the second
+    work.codes = begin + (PAIRED ? 64 * Work::part_of_pair() : 0) + lane;
     for (int tile = 0; tile < AHEAD; tile++) work.start_weights(tile);
 
     // Rows of x behind the last used are copies of it; what they give is not stored.
