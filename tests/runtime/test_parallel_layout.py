@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from replayssm.plugins.network import CALL_INPUTS
 from replayssm.plugins.state import allocate_state
 from replayssm.runtime.executor import Executor
 from replayssm.runtime.operator_check import random_weights
+from replayssm.runtime.parallel import OneShotSums
 from replayssm.runtime.parallel_layout import shard
 from replayssm.runtime.sampling import (
     PLAIN_BLOCK,
@@ -204,6 +206,32 @@ def test_ranks_choose_as_one_does(vocab, ranks):
     assert len(set(expected[-1].tolist())) > 50
     for ours in meeting.run(body):
         assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def test_one_shot_sums_are_for_small_aligned_tensors_of_gpus(monkeypatch):
+    """All ranks must judge alike, so by nothing but the tensor's kind and place; the buffer is asked for once."""
+    asked = []
+    monkeypatch.setattr(OneShotSums, "_agreed_buffer", lambda self, device: asked.append(device) or "memory")
+    sums = OneShotSums(None, 1024)
+
+    def tensor(count, dtype=torch.bfloat16, offset=0, is_cuda=True):
+        size = dtype.itemsize
+        place = {"is_cuda": is_cuda, "device": "cuda:0", "storage_offset": lambda: offset}
+        return SimpleNamespace(dtype=dtype, nbytes=count * size, itemsize=size, **place)
+
+    refused = [
+        tensor(520),
+        tensor(0),
+        tensor(4),
+        tensor(8, offset=4),
+        tensor(8, torch.float32),
+        tensor(8, is_cuda=False),
+    ]
+    assert not any(map(sums.take, refused))
+    assert not asked
+    assert all(map(sums.take, [tensor(512), tensor(8), tensor(8, offset=8)]))
+    assert asked == ["cuda:0"]
+    assert not OneShotSums(None, 0).take(tensor(8))
 
 
 def test_a_rank_that_has_a_logit_that_is_not_finite_tells_the_others():
