@@ -28,9 +28,6 @@ STATE_FORMATS = {**FORMATS, "float8": 3}
 EMBEDDED_SHARED_BYTES = 48 * 1024
 """Shared memory that a kernel embedded in a TensorRT plugin may use."""
 
-ATTENTION_SHARED_BYTES = 99 * 1024
-"""Shared memory of an attention block that is launched by us: what every supported architecture has."""
-
 CONV_CHUNK = 64
 """Tokens of a long convolution window that one thread walks."""
 
@@ -247,11 +244,11 @@ def conv_config(geometry: ConvGeometry, settings: ReplaySettings, has_bias: bool
 
 @cache
 def attention_config(
-    geometry: AttentionGeometry, settings: ReplaySettings, query_heads: int, embedded: bool = False
+    geometry: AttentionGeometry, settings: ReplaySettings, query_heads: int, queries: int = 16
 ) -> KernelConfig:
-    """Attention kernel: blocks are (token, KV head and tile of 16 query heads); `blocks_x` is left to the call.
+    """Attention kernel: blocks are (token, KV head and tile of query heads); `blocks_x` is left to the call.
 
-    embedded: as many warps as the shared memory of a TensorRT plugin allows.
+    queries: of a tile, 8 or 16. Results depend on how many warps share a tile's positions, not on the tile.
     """
     if settings.activation_dtype not in ("bfloat16", "float16"):
         raise UnsupportedGeometryError(f"attention_window: activations {settings.activation_dtype} have no kernel")
@@ -260,26 +257,39 @@ def attention_config(
             f"attention_window: needs a head_dim in 16s up to 256 and query heads in groups, got {query_heads} for "
             f"{geometry}"
         )
-    capacity = EMBEDDED_SHARED_BYTES if embedded else ATTENTION_SHARED_BYTES
-    shared = {warps: _attention_shared_bytes(geometry.head_dim, warps) for warps in (4, 2, 1)}
-    warps = next(warps for warps, nbytes in shared.items() if nbytes <= capacity)
+    # Small blocks, of which many run at once. H200, batch 256, head_dim 256, context 130, with 1, 2 and 4 warps: decode
+    # 44, 46, 48 us, windows of 5 98, 94, 99.
+    warps = 4 if geometry.head_dim <= 128 else 2
+    shared = _attention_shared_bytes(geometry.head_dim, queries, warps)
     defines = {
         "KV_HEADS": geometry.num_kv_heads,
         "GROUP": query_heads // geometry.num_kv_heads,
         "HEAD_DIM": geometry.head_dim,
+        "QUERIES": queries,
         "WARPS": warps,
         "ACTIVATION_FORMAT": FORMATS[settings.activation_dtype],
-        "SHARED_BYTES": shared[warps],
+        "SHARED_BYTES": shared,
         "BULK_COPY": 0,
     }
-    return KernelConfig("attention_window", tuple(sorted(defines.items())), 1, 32 * warps, shared[warps])
+    return KernelConfig("attention_window", tuple(sorted(defines.items())), 1, 32 * warps, shared)
 
 
-def _attention_shared_bytes(head_dim: int, warps: int) -> int:
+def attention_queries(query_heads: int, geometry: AttentionGeometry, tokens: int, rows: int) -> int:
+    """Queries of a tile for `rows` rows of `tokens` tokens together: 8 if as many hold what a row has on average."""
+    return 8 if tokens * query_heads <= 8 * rows * geometry.num_kv_heads else 16
+
+
+def attention_tiles(config: KernelConfig) -> int:
+    """Blocks per token of an attention kernel: KV heads times tiles of query heads."""
+    defines = dict(config.defines)
+    return defines["KV_HEADS"] * -(-defines["GROUP"] // defines["QUERIES"])
+
+
+def _attention_shared_bytes(head_dim: int, queries: int, warps: int) -> int:
     """sizeof(Shared) of the attention kernel, which checks it at compile time."""
     stride = (head_dim + 8) * 2
-    tiles, sums = warps * 2 * 2 * 16 * stride, warps * 16 * head_dim * 4  # two stages of keys and values
-    return round_up(max(tiles, sums) + 16 * stride + 2 * warps * 16 * 4 + 4, 16)
+    tiles, sums = warps * 2 * 16 * stride, warps * queries * (head_dim + 4) * 4  # keys and values
+    return round_up(max(tiles, sums) + queries * stride + 2 * warps * queries * 4 + 4, 16)
 
 
 def uses_readout(settings: ReplaySettings) -> bool:

@@ -182,18 +182,13 @@ def attention_window(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`reference.attention_window` on a GPU; `out` [T, Hq, hd] is written completely."""
-    config = geo.attention_config(state.geometry, state.settings, q.shape[1])
+    queries = geo.attention_queries(q.shape[1], state.geometry, q.shape[0], seq_lens.shape[0])
+    config = geo.attention_config(state.geometry, state.settings, q.shape[1], queries)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     index = (seq_lens, window_starts, window_lens, state_batch_indices)
     arguments = attention_arguments(q, k, v, state, index, scale, out)
-    launch(config, arguments, q.device, attention_blocks(q, state), blocks_x=q.shape[0])
+    launch(config, arguments, q.device, geo.attention_tiles(config), blocks_x=q.shape[0])
     return out
-
-
-def attention_blocks(q: torch.Tensor, state: LayerState) -> int:
-    """Blocks per token: KV heads times tiles of 16 query heads."""
-    heads = state.geometry.num_kv_heads
-    return heads * -(-(q.shape[1] // heads) // 16)
 
 
 def conv_chunks(tokens: int, rows: int, state: LayerState) -> int:

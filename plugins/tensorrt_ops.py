@@ -206,7 +206,8 @@ def kernel_config(spec: PluginSpec) -> KernelConfig:
         # A layer without a bias gets zeros: a plugin has no optional inputs.
         return geo.conv_config(spec.geometry, settings, True, settings.activation_dtype)
     if spec.operator == "attention_window":
-        return geo.attention_config(spec.geometry, settings, spec.query_heads, embedded=True)
+        queries = geo.attention_queries(spec.query_heads, spec.geometry, settings.max_window, 1)
+        return geo.attention_config(spec.geometry, settings, spec.query_heads, queries)
     make = prefill_config if spec.prefill else geo.window_config
     return make(spec.geometry, settings, spec.arch, embedded=True)
 
@@ -254,8 +255,7 @@ def grid(spec: PluginSpec, tokens: Any, rows: Any, math: Any) -> tuple[Any, Any,
     """Blocks along x, y and z. math: gives `cdiv` and `min` of sizes, such as `tensorrt.plugin`."""
     config = kernel_config(spec)
     if spec.operator == "attention_window":
-        tiles = -(-(spec.query_heads // spec.geometry.num_kv_heads) // 16)
-        return tokens, spec.geometry.num_kv_heads * tiles, 1
+        return tokens, geo.attention_tiles(config), 1
     if spec.operator == "causal_conv1d_window":
         # As `launch.conv_chunks`, without its special case: blocks of a short window without a chunk end at once.
         return config.blocks_x, rows, math.min(64, math.cdiv(tokens, geo.CONV_CHUNK))

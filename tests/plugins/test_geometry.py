@@ -102,10 +102,16 @@ def test_convolution() -> None:
         geo.conv_config(ConvGeometry(12, 4), ReplaySettings(), True, "bfloat16")
 
 
-@pytest.mark.parametrize(("head_dim", "warps"), [(32, 4), (128, 2), (256, 1)])
-def test_attention_fits_a_plugin_with_fewer_warps(head_dim, warps):
-    geometry = AttentionGeometry(2, head_dim)
-    embedded = geo.attention_config(geometry, ReplaySettings(), 16, embedded=True)
-    assert dict(embedded.defines)["WARPS"] == warps == embedded.threads // 32
-    assert embedded.shared_bytes <= geo.EMBEDDED_SHARED_BYTES
-    assert dict(geo.attention_config(geometry, ReplaySettings(), 16).defines)["WARPS"] == min(4, 2 * warps)
+@pytest.mark.parametrize("head_dim", [32, 128, 144, 256])
+@pytest.mark.parametrize("queries", [8, 16])
+def test_attention_fits_a_plugin(head_dim: int, queries: int) -> None:
+    config = geo.attention_config(AttentionGeometry(2, head_dim), ReplaySettings(), 16, queries)
+    assert dict(config.defines)["WARPS"] == config.threads // 32 == (4 if head_dim <= 128 else 2)
+    assert config.shared_bytes <= geo.EMBEDDED_SHARED_BYTES
+    assert geo.attention_tiles(config) == 2
+
+
+def test_attention_tiles_hold_what_a_row_has_on_average() -> None:
+    queries = [geo.attention_queries(8, AttentionGeometry(2, 64), tokens, 3) for tokens in (1, 6, 7)]
+    assert queries == [8, 8, 16]
+    assert geo.attention_tiles(geo.attention_config(AttentionGeometry(2, 64), ReplaySettings(), 34, 16)) == 4

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from replayssm.plugins import geometry as geo
+from replayssm.plugins import reference
 from replayssm.plugins.contract import (
     AttentionGeometry,
     ConvGeometry,
@@ -19,6 +21,7 @@ from replayssm.plugins.contract import (
     Mamba2Geometry,
     ReplaySettings,
 )
+from replayssm.plugins.state import allocate_state
 
 sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
 from emulate import Emulated
@@ -218,3 +221,23 @@ def test_invalid_rows_raise_bits_and_harm_nobody(case: str) -> None:
 @pytest.mark.parametrize("case", ["mamba2-verify-tiles", "gdn-verify"])
 def test_nan_stays_in_its_row(case: str) -> None:
     assert_nan_stays_in_its_row(*make(case, seed=6))
+
+
+@pytest.mark.parametrize("heads", [4, 20])
+def test_attention_does_not_depend_on_the_tile(heads: int, monkeypatch) -> None:
+    """Tiles of 8 and of 16 queries: every output is the same sums in the same order. Contexts of some tiles of keys,
+    and windows that take two tiles of 8 and more heads than one holds."""
+    geometry = AttentionGeometry(2, 48)
+    state = allocate_state(geometry, ReplaySettings(max_window=3, max_seq_len=160), 3)
+    for cache in state.tensors.values():
+        cache.normal_()
+    q, k, v = (torch.randn(5, count, 48).bfloat16() for count in (heads, 2, 2))
+    index = [torch.tensor(values, dtype=torch.int32) for values in ([150, 20], [0, 3], [3, 2], [2, 0])]
+    outs = []
+    for queries in (8, 16):
+        monkeypatch.setattr(geo, "attention_queries", lambda *call, queries=queries: queries)
+        outs.append(Emulated(90).attention_window(q, k, v, to_device(state, "cpu"), *index, 48**-0.5))
+    assert torch.isfinite(outs[0]).all()
+    assert torch.equal(*outs)
+    expected = reference.attention_window(q, k, v, state, *index, 48**-0.5)
+    assert torch.allclose(outs[0].float(), expected.float(), rtol=2**-7, atol=2**-9), "a unit of bf16"

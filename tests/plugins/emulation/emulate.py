@@ -142,8 +142,9 @@ class Emulated:
 
     def attention_window(self, q, k, v, state, *rest):
         *index, scale = rest
-        config = geo.attention_config(state.geometry, state.settings, q.shape[1])
+        queries = geo.attention_queries(q.shape[1], state.geometry, q.shape[0], index[0].shape[0])
+        config = geo.attention_config(state.geometry, state.settings, q.shape[1], queries)
         out = torch.full(q.shape, torch.nan, dtype=q.dtype)
         values = arguments.attention_arguments(q, k, v, state, tuple(index), scale, out)
-        self._call(config, values, launch.attention_blocks(q, state), grid_x=q.shape[0])
+        self._call(config, values, geo.attention_tiles(config), grid_x=q.shape[0])
         return out
