@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
+from replayssm.plugins import step_ends
 from replayssm.plugins.contract import PAD_SLOT_ID
 from replayssm.runtime.graph_memsets import replace_memsets
 from replayssm.runtime.sampling import SamplingBatch, SamplingParams, VocabularyPart, likeliest, sample_tokens
@@ -25,9 +26,6 @@ from replayssm.runtime.sampling import SamplingBatch, SamplingParams, Vocabulary
 Tensor = torch.Tensor
 Executor = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """Runs a network over its inputs without waiting for the device."""
-
-LAST_CHOSEN = -1
-"""In place of a row's first token: the one that the slot's last step chose."""
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes what a step does and returns how to do it again."""
@@ -175,8 +173,6 @@ class StepGraph:
         self._buffers.clear()
         self._buffers.upload()
         self._starts = torch.arange(0, rows * window, window, dtype=torch.int32, device=device)
-        self._offsets = torch.arange(window, dtype=torch.int32, device=device)
-        self._indices = torch.arange(rows * window, dtype=torch.int64, device=device)
         self._hidden = None if hidden is None else torch.zeros(rows * window, hidden[0], dtype=hidden[1], device=device)
         size = 2 * rows * window + 1
         pinned = device.type == "cuda"
@@ -241,20 +237,16 @@ class StepGraph:
 
     def _body(self) -> None:
         given = self.device_inputs
-        positions = given["seq_lens"].unsqueeze(1) + self._offsets
-        places, token_ids = None, given["token_ids"]
-        if self._last_tokens is not None:
-            slots = given["state_batch_indices"].to(torch.int64)
-            places = torch.where(slots == PAD_SLOT_ID, len(self._last_tokens) - 1, slots)
-            token_ids = self._with_last_tokens(token_ids.view(self.rows, self.window), places)
+        slots = given["state_batch_indices"]
+        token_ids, positions = step_ends.begin(given["token_ids"], given["seq_lens"], slots, self._last_tokens)
         inputs = {
             "token_ids": token_ids,
-            "positions": positions.flatten(),
+            "positions": positions,
             "seq_lens": given["seq_lens"],
             "window_starts": self._starts,
             "window_lens": given["window_lens"],
-            "state_batch_indices": given["state_batch_indices"],
-            "logits_indices": self._indices,
+            "state_batch_indices": slots,
+            "logits_indices": None,
         }
         if self._hidden is not None:
             inputs["hidden_states"] = self._hidden
@@ -262,30 +254,17 @@ class StepGraph:
         logits = outputs["logits"] if self._join is None else self._join(outputs["logits"])
         keep_outputs(self, logits=logits, hidden_states=outputs["hidden_states"])
         largest, tokens = likeliest(self.logits, self.part)
-        finite = largest.isfinite()
         if self.kind != "greedy":
-            tokens = self._sample(positions, finite)
-        self._results = torch.cat([tokens, finite.to(torch.int64), self._error_flag.to(torch.int64)])
-        if places is not None:
-            ends = self._starts + given["window_lens"].clamp(min=1) - 1
-            self._last_tokens.index_copy_(0, places, tokens.index_select(0, ends))
-        if self.window == 1:
-            # What the next step reads if the host does not load another: steps may follow each other unseen.
-            given["token_ids"].copy_(tokens)
-            given["seq_lens"].add_(given["window_lens"])
-
-    def _with_last_tokens(self, token_ids: Tensor, places: Tensor) -> Tensor:
-        """[rows * window] of `token_ids` [rows, window], whose first ones may be LAST_CHOSEN."""
-        first = token_ids[:, 0]
-        first = torch.where(first == LAST_CHOSEN, self._last_tokens.index_select(0, places), first)
-        return first if self.window == 1 else torch.cat([first[:, None], token_ids[:, 1:]], dim=1).flatten()
+            tokens = self._sample(positions, largest.isfinite())
+        given = (given["window_lens"], slots, self._last_tokens, given["token_ids"], given["seq_lens"])
+        self._results = step_ends.end(largest, tokens, self._error_flag, *given)
 
     def _sample(self, positions: Tensor, finite: Tensor) -> Tensor:
         columns = {
             name: self.device_inputs[name].unsqueeze(1).expand(-1, self.window).flatten()
             for name in SamplingBatch.COLUMNS
         }
-        batch = SamplingBatch.from_columns(columns, positions.flatten().to(torch.int64) + 1, self.kind)
+        batch = SamplingBatch.from_columns(columns, positions.to(torch.int64) + 1, self.kind)
         return sample_tokens(self.logits.masked_fill(~finite.unsqueeze(1), 0.0), batch, self.part)
 
 

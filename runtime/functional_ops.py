@@ -140,8 +140,9 @@ def rope(x: Tensor, positions: Tensor, *, theta: float, dim: int) -> Tensor:
     return torch.cat([rotated.to(x.dtype), x.narrow(-1, dim, x.shape[-1] - dim)], dim=-1)
 
 
-def gather(x: Tensor, indices: Tensor) -> Tensor:
-    return x.index_select(0, indices)
+def gather(x: Tensor, indices: Tensor | None) -> Tensor:
+    """Rows of x; all of them without indices."""
+    return x if indices is None else x.index_select(0, indices)
 
 
 def route_sigmoid(

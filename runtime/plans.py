@@ -304,10 +304,13 @@ class _Staged:
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run the network over `inputs`, one tensor for each of `network.inputs`.
+        """Run the network over `inputs`, one tensor for each of `network.inputs`; logits_indices None wants all tokens.
 
         More tokens than a profile holds run as several calls of whole rows. Raises ValueError for a row of too many.
         """
+        if inputs["logits_indices"] is None:
+            tokens = inputs["token_ids"]
+            inputs = {**inputs, "logits_indices": torch.arange(len(tokens), device=tokens.device)}
         if len(inputs["token_ids"]) > self.max_tokens and len(inputs["seq_lens"]) > 1:
             groups = row_groups(inputs, self.max_tokens)
             return run_in_parts(inputs, groups, [self] * len(groups), self.leading)

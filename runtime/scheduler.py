@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from replayssm.plugins.step_ends import LAST_CHOSEN
 from replayssm.runtime.choice import choose
-from replayssm.runtime.cuda_graphs import LAST_CHOSEN
 from replayssm.runtime.drafting import Drafting
 from replayssm.runtime.flush_phase import next_history
 from replayssm.runtime.prefix_cache import PrefixCache, Snapshot

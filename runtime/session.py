@@ -17,7 +17,8 @@ from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.manifest import EngineDirectoryError
 from replayssm.plugins.slot_blob import load_slot, save_slot, stagger_tail
 from replayssm.plugins.state import LayerState, commit_all, copy_slot
-from replayssm.runtime.cuda_graphs import LAST_CHOSEN, StepGraph
+from replayssm.plugins.step_ends import LAST_CHOSEN
+from replayssm.runtime.cuda_graphs import StepGraph
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.errors import NOT_FINITE, InferenceError
 from replayssm.runtime.executor import Executor

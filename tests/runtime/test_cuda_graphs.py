@@ -12,7 +12,8 @@ import random
 import pytest
 import torch
 
-from replayssm.runtime.cuda_graphs import LAST_CHOSEN, row_buckets, window_classes
+from replayssm.plugins.step_ends import LAST_CHOSEN
+from replayssm.runtime.cuda_graphs import row_buckets, window_classes
 from replayssm.runtime.errors import InferenceError
 from replayssm.runtime.generation import generate
 from replayssm.runtime.sampling import SamplingBatch, SamplingParams, sample

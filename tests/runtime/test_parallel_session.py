@@ -12,8 +12,8 @@ import time
 import pytest
 import torch
 
+from replayssm.plugins.step_ends import LAST_CHOSEN
 from replayssm.runtime import parallel_session
-from replayssm.runtime.cuda_graphs import LAST_CHOSEN
 from replayssm.runtime.errors import RankLostError
 from replayssm.runtime.generation import generate
 from replayssm.runtime.parallel import rank_engine
