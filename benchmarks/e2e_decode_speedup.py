@@ -15,8 +15,8 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from e2e_model import Model, load_model
-from e2e_results import E2eResults, add_common_options, device_of, measured_ceiling, model_fields, roofline
+from e2e_model import Model
+from e2e_results import E2eResults, add_common_options, device_of, measured_ceiling, model_fields, model_of, roofline
 from e2e_run import Run, Split, free_memory, interleaved, percentile, split_time
 
 from replayssm.plugins.contract import ReplaySettings
@@ -30,6 +30,9 @@ lost altogether, near 1, stands beside it as `logits_distance_without_context`."
 ROUNDED_BOUND = 0.5
 """The same where the state itself is rounded to 16, 8 or 4 bits: random weights carry that on and add to it, but half
 of what a lost context gives would be a fault. Their accuracy is a matter of trained models (benchmarks/accuracy.py)."""
+FP8_BOUND = 0.7
+"""The same where products round their inputs to the three bits of FP8, which turns the least differences into 2^-4:
+half of the 1.4 that a lost context gives."""
 COMPARED_STEPS = 3
 
 
@@ -74,7 +77,9 @@ def low_precision(replay: ReplaySettings, text: str) -> ReplaySettings:
     return dataclasses.replace(replay, state_dtype=state, readout_dtype=readout, state_rounding=rounding)
 
 
-def logits_bound(settings: ReplaySettings) -> float:
+def logits_bound(settings: ReplaySettings, model: Model | None = None) -> float:
+    if model is not None and model.fp8_elements:
+        return FP8_BOUND
     return LOGITS_BOUND if (settings.state_dtype, settings.readout_dtype) == ("float32", "same") else ROUNDED_BOUND
 
 
@@ -146,7 +151,7 @@ def measure(model: Model, batch: int, options: argparse.Namespace, results: E2eR
             gpu_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
             logits_distance=round(distances[name], 5),
             logits_distance_without_context=round(without_context, 3),
-            correct=distances[name] < logits_bound(run.settings),
+            correct=distances[name] < logits_bound(run.settings, model),
         )
     for run in runs.values():
         run.close()
@@ -199,14 +204,7 @@ def prediction(model: Model, settings: ReplaySettings, batch: int, plain: Split 
 
 def main(arguments: list[str] | None = None) -> Path:
     options = parse(arguments)
-    model = load_model(
-        options.model,
-        device_of(options),
-        random_weights=options.random_weights,
-        layers=options.layers,
-        fp8_products=options.fp8_products,
-        tiles=True,
-    )
+    model = model_of(options)
     results = E2eResults(BENCHMARK, options)
     for batch in options.batch_size:
         measure(model, batch, options, results)

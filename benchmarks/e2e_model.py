@@ -19,9 +19,11 @@ import torch
 from replayssm.builders.architecture import ModelConfig
 from replayssm.builders.checkpoint import Checkpoint
 from replayssm.builders.config import PUBLISHED, published, read_config
+from replayssm.builders.inspection import WEIGHT_FORMATS
 from replayssm.builders.models import Networks, build_networks
 from replayssm.builders.parameters import WeightRecipe
 from replayssm.builders.random_checkpoint import random_weight
+from replayssm.builders.weight_shapes import quantizable_modules
 from replayssm.plugins.contract import AttentionGeometry, Geometry, ReplaySettings
 from replayssm.plugins.manifest import EngineManifest, FileEntry, Limits, is_engine_directory
 from replayssm.plugins.network import Network
@@ -31,6 +33,11 @@ from replayssm.runtime.fusion import TILES
 
 DISTRIBUTION_STD_OF_NVFP4_CODES = 2.92
 """Of uniformly drawn E2M1 codes."""
+LARGEST_FP8 = 448.0
+FP8_ROWS = 1024
+"""Of a weight that are drawn at a time."""
+FP8_WEIGHT_SCALE, FP8_INPUT_SCALE = 0.125 / LARGEST_FP8, 16 / LARGEST_FP8
+"""Six deviations of the widest random weights fit, and activations, which stay near 1, up to 16."""
 
 
 class LazyWeights(Mapping):
@@ -51,7 +58,8 @@ class LazyWeights(Mapping):
 
 @dataclass(frozen=True)
 class Model:
-    """name: as results call it. layers_run of layers_total tell how far a model was truncated.
+    """name: as results call it, with the format of random weights behind it where that was asked for. layers_run of
+    layers_total tell how far a model was truncated.
 
     fp8_products: products of FP8 weights with activations in FP8 (`runtime.engine.Engine`).
     directory: of the checkpoint or engine. resident: weights on the devices, which all sessions over the model share.
@@ -101,6 +109,13 @@ class Model:
                 elements += sum(_elements(network, name) // network.weights[name].shape[0] for name in stacked) * top_k
         return elements
 
+    @property
+    def fp8_elements(self) -> int:
+        """Those of `product_elements` that are multiplied in FP8."""
+        network = self.networks["main"]
+        linear = [node for node in network.nodes if self.fp8_products and node.attributes.get("activations") == "fp8"]
+        return sum(_elements(network, node.inputs[1]) for node in linear if node.op == "linear")
+
     def kv_bytes(self, dtype_bytes: int = 2) -> int:
         """Bytes of the KV cache per token."""
         attention = [geometry for geometry in self.geometries if isinstance(geometry, AttentionGeometry)]
@@ -138,13 +153,17 @@ def load_model(
     mtp: bool = False,
     fp8_products: bool = False,
     tiles: bool = False,
+    weights: str | None = None,
 ) -> Model:
     """`source`: engine directory, checkpoint directory, or a published name, which implies random weights.
 
     layers: leading layers to keep. mtp: also load the draft head. fp8_products: as in `Model`. tiles: draw random
-    experts as kernels hold them (`random_tiles`), other ones than without.
+    experts as kernels hold them (`random_tiles`), other ones than without. weights: format of the random weights that a
+    recipe may quantize, of `builders.inspection.WEIGHT_FORMATS`; None: as published.
     """
     path = Path(source)
+    if weights is not None and (is_engine_directory(path) or (path.is_dir() and not random_weights)):
+        raise ValueError("--weights takes random weights: name a published model or add --random-weights")
     if is_engine_directory(path):
         if random_weights or layers is not None:
             raise ValueError("an engine directory is run as it is: leave --random-weights and --layers away")
@@ -161,16 +180,19 @@ def load_model(
     config = published(source) if is_published else checkpoint.config if checkpoint else read_config(path)
     total = len(config.layers)
     config = replace(config, layers=config.layers[:layers])
-    networks = build_networks(config, checkpoint.module_format if checkpoint else None, mtp=mtp)
+    formats = checkpoint.module_format if checkpoint else None
+    if weights is not None:
+        formats = dict.fromkeys(quantizable_modules(config), WEIGHT_FORMATS[weights])
+    networks = build_networks(config, formats, mtp=mtp)
     if mtp and networks.mtp is None:
         raise ValueError(f"{source} has no draft head (MTP): choose --drafts ngram")
-    weights = _checkpoint_weights(networks, checkpoint) if checkpoint else _random_weights(config, networks, device)
+    held = _checkpoint_weights(networks, checkpoint) if checkpoint else _random_weights(config, networks, device)
     made = {device: random_tiles(networks.main, device)} if tiles and not checkpoint and device.type == "cuda" else {}
     short = {value: key for key, value in PUBLISHED.items()}.get(source, path.name if path.is_dir() else source)
     return Model(
-        short,
+        f"{short}-{weights}" if weights else short,
         {"main": networks.main, **({"mtp": networks.mtp} if mtp else {})},
-        weights,
+        held,
         checkpoint is None,
         len(config.layers),
         total,
@@ -203,10 +225,18 @@ def _checkpoint_weights(networks: Networks, checkpoint: Checkpoint) -> LazyWeigh
 
 
 def _random_weights(config: ModelConfig, networks: Networks, device: torch.device) -> LazyWeights:
+    in_fp8 = {
+        recipe.sources[0].rpartition(".")[0]
+        for recipe in networks.weight_plan.values()
+        if recipe.dtype == "float8_e4m3fn" and recipe.sources[0].endswith(".weight")
+    }
+
     def make(name: str, recipe: WeightRecipe) -> torch.Tensor:
         # The seed depends on the name alone, so that a truncated model has the same layers.
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         shape = recipe.shape[1:] if recipe.stacked else recipe.shape
+        if recipe.sources[0].rpartition(".")[0] in in_fp8:
+            return _random_fp8(recipe, generator, device)
         if (packed := _random_packed(recipe.sources[0], recipe.dtype, recipe.shape, generator, device)) is not None:
             return packed
         out = torch.empty(recipe.shape, dtype=torch_dtype(recipe.dtype), device=device)
@@ -217,6 +247,18 @@ def _random_weights(config: ModelConfig, networks: Networks, device: torch.devic
         return out
 
     return LazyWeights(networks.weight_plan, make)
+
+
+def _random_fp8(recipe: WeightRecipe, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    """An FP8 weight, or one of its scales."""
+    if recipe.dtype == "float32":
+        scale = FP8_WEIGHT_SCALE if recipe.sources[0].endswith("weight_scale") else FP8_INPUT_SCALE
+        return torch.full(recipe.shape, scale, device=device)
+    out = torch.empty(recipe.shape, dtype=torch.float8_e4m3fn, device=device)
+    for rows in out.view(-1, recipe.shape[-1]).split(FP8_ROWS):
+        values = torch.randn(rows.shape, device=device, generator=generator) / recipe.shape[-1] ** 0.5
+        rows.copy_((values / FP8_WEIGHT_SCALE).clamp(-LARGEST_FP8, LARGEST_FP8))
+    return out
 
 
 def _random_packed(

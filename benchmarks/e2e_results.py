@@ -9,9 +9,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from e2e_model import Model
+from e2e_model import Model, load_model
 from harness import RESULTS, ceilings, environment
 
+from replayssm.builders.inspection import WEIGHT_FORMATS
 from replayssm.plugins.contract import READOUT_DTYPES, ROUNDINGS, STATE_DTYPES, ReplaySettings
 
 MATMUL_TFLOPS_SIZE = 8192
@@ -32,6 +33,7 @@ def add_common_options(parser: argparse.ArgumentParser, batch_sizes: list[int], 
     add("--state-rounding", choices=ROUNDINGS, default="nearest")
     add("--readout-dtype", choices=READOUT_DTYPES, default="same")
     add("--fp8-products", action="store_true", help="FP8 weights times activations in FP8, where the recipe has it so")
+    add("--weights", choices=WEIGHT_FORMATS, help="format of random weights; default as the model was published")
     add("--target", choices=["torch"], default="torch", help="what runs the network")
     add("--device", default="cuda")
     add("--seed", type=int, default=0)
@@ -45,6 +47,20 @@ def device_of(options: argparse.Namespace) -> torch.device:
     options.batch_size = options.batch_size or options.default_batch_sizes
     device = torch.device(options.device)
     return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
+
+
+def model_of(options: argparse.Namespace, mtp: bool = False) -> Model:
+    """The model that the common options name; mtp: with its draft head."""
+    return load_model(
+        options.model,
+        device_of(options),
+        random_weights=options.random_weights,
+        layers=options.layers,
+        mtp=mtp,
+        fp8_products=options.fp8_products,
+        tiles=True,
+        weights=options.weights,
+    )
 
 
 class E2eResults:
@@ -114,20 +130,24 @@ def measured_ceiling(device: torch.device) -> float | None:
 
 
 @cache
-def measured_flops(device: torch.device) -> float | None:
-    """Operations per second of one large bf16 product of random matrices; None without a GPU."""
+def measured_flops(device: torch.device, fp8: bool = False) -> float | None:
+    """Operations per second of one large product of random matrices in bf16 or FP8; None without a GPU."""
     if device.type != "cuda":
         return None
-    a, b = (torch.randn(MATMUL_TFLOPS_SIZE, MATMUL_TFLOPS_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    size = MATMUL_TFLOPS_SIZE
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    if fp8:
+        (a, b), one = (x.to(torch.float8_e4m3fn) for x in (a, b)), torch.ones((), device=device)
+    multiply = (lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)) if fp8 else lambda: a @ b
     for _ in range(3):
-        a @ b
+        multiply()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(10):
-        a @ b
+        multiply()
     end.record()
     end.synchronize()
-    return 10 * 2 * MATMUL_TFLOPS_SIZE**3 / (begin.elapsed_time(end) / 1e3)
+    return 10 * 2 * size**3 / (begin.elapsed_time(end) / 1e3)
 
 
 def roofline(model: Model, tokens: int, ceiling: float | None) -> dict:
@@ -135,11 +155,15 @@ def roofline(model: Model, tokens: int, ceiling: float | None) -> dict:
     fields = {"weight_bytes": model.step_weight_bytes}
     if ceiling is None:
         return fields
-    flops = measured_flops(torch.device("cuda", 0))
+    device, fp8 = torch.device("cuda", 0), model.fp8_elements
+    flops = measured_flops(device)
+    seconds = 2 * tokens * (model.product_elements - fp8) / flops
+    if fp8:
+        seconds += 2 * tokens * fp8 / measured_flops(device, fp8=True)
     return {
         **fields,
         "ceiling_gb_s": round(ceiling / 1e9, 1),
         "ceiling_tflop_s": round(flops / 1e12, 1),
         "weights_once_us": round(1e6 * model.step_weight_bytes / ceiling, 1),
-        "products_us": round(1e6 * 2 * model.product_elements * tokens / flops, 1),
+        "products_us": round(1e6 * seconds, 1),
     }

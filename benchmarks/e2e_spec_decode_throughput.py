@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 from e2e_decode_speedup import logits_bound, low_precision, split_fields, timing_fields
-from e2e_model import Model, load_model
+from e2e_model import Model
 from e2e_natural import measure_natural
-from e2e_results import E2eResults, add_common_options, device_of, measured_ceiling, model_fields, roofline
+from e2e_results import E2eResults, add_common_options, device_of, measured_ceiling, model_fields, model_of, roofline
 from e2e_run import Run, Split, free_memory, percentile, split_time
 
 from replayssm.plugins.contract import ReplaySettings
@@ -193,7 +193,7 @@ def measure(model: Model, batch: int, options: argparse.Namespace, results: E2eR
             state_bytes=one.state_bytes,
             gpu_memory_bytes=one.memory_bytes,
             logits_distance=distances.get(name),
-            correct=distances.get(name, 0.0) < logits_bound(one.settings),
+            correct=distances.get(name, 0.0) < logits_bound(one.settings, model),
         )
 
 
@@ -209,15 +209,7 @@ def agreement(measured: dict[str, Measured]) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> Path:
     options = parse(arguments)
     natural = options.dataset is not None
-    model = load_model(
-        options.model,
-        device_of(options),
-        random_weights=options.random_weights,
-        layers=options.layers,
-        mtp=natural and options.drafts == "mtp",
-        fp8_products=options.fp8_products,
-        tiles=True,
-    )
+    model = model_of(options, mtp=natural and options.drafts == "mtp")
     results = E2eResults(BENCHMARK, options)
     for batch in options.batch_size:
         if natural:

@@ -16,8 +16,8 @@ import traceback
 import e2e_decode_speedup as decode
 import e2e_spec_decode_throughput as speculation
 import torch
-from e2e_model import Model, load_model
-from e2e_results import E2eResults, device_of
+from e2e_model import Model
+from e2e_results import E2eResults, device_of, model_of
 from e2e_run import free_memory
 
 LOW = "--also float16:nvfp4:stochastic"
@@ -38,18 +38,17 @@ PLANS = {model: plan_of(model) for model in ("nano4b", "qwen4b")}
 """(script, options) of each part. A part takes about a minute on an H200."""
 
 
-def run_one(script, text: str, common: list[str], models: dict[str, Model]) -> None:
+def run_one(script, text: str, common: list[str], models: dict[tuple, Model]) -> None:
     options = script.parse([*shlex.split(text), *common])
     device = device_of(options)
-    if options.model not in models:
+    key = (options.model, options.weights, options.fp8_products)
+    if key not in models:
         models.clear()
         free_memory(device)
-        models[options.model] = load_model(
-            options.model, device, random_weights=options.random_weights, layers=options.layers
-        )
+        models[key] = model_of(options)
     results = E2eResults(script.BENCHMARK, options)
     for batch in options.batch_size:
-        script.measure(models[options.model], batch, options, results)
+        script.measure(models[key], batch, options, results)
 
 
 def main(arguments: list[str] | None = None, plan=None) -> int:

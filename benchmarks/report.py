@@ -64,14 +64,17 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def shape_of(line: Line) -> str:
     """The short name of a line's model, whatever format its weights have."""
-    return line["geometry"].removesuffix("-nvfp4")
+    name = line["geometry"].partition("-")[0]
+    return name if name in NAMES else line["geometry"]
 
 
 def model_of(line: Line) -> str:
     """The model's name, the format of its weights, and how far it was truncated."""
     name = NAMES.get(shape_of(line), line["geometry"])
     if shape_of(line) != line["geometry"]:
-        name += ", NVFP4 weights"
+        name += f", {line['geometry'].partition('-')[2].upper()} weights"
+    if line.get("fp8_products"):
+        name += " and activations"
     whole = line["layers"] == line["layers_total"]
     return name if whole else f"{name} ({line['layers']} of {line['layers_total']} layers)"
 
@@ -166,7 +169,7 @@ def beside_peer(lines: list[Line], plain: Line, replay: Line) -> str:
     ]
     if not found or "ssm_us" not in plain or plain["layers"] != plain["layers_total"]:
         return ""
-    layers = sum(geometry.kind in ("mamba2", "gdn") for geometry in geometries(published(plain["geometry"])))
+    layers = sum(geometry.kind in ("mamba2", "gdn") for geometry in geometries(published(shape_of(plain))))
     saved = max(0.0, plain["ssm_us"] - layers * min(found))
     return ratio(plain["median_us"] - saved, replay["median_us"])
 
@@ -190,9 +193,8 @@ def kernel_us(line: Line) -> float:
 
 def condition(line: Line) -> dict:
     """What a decode line shares with the plain one of its run."""
-    return {
-        name: line.get(name) for name in ("benchmark", "geometry", "batch", "window", "layers", "context", "commit")
-    }
+    names = ("benchmark", "geometry", "batch", "window", "layers", "context", "commit", "fp8_products")
+    return {name: line.get(name) for name in names}
 
 
 def split_table(lines: list[Line]) -> str:
@@ -210,6 +212,7 @@ def split_table(lines: list[Line]) -> str:
                 f"{line['rest_us']:.0f}",
                 f"{line['weights_once_us']:.0f}, {line['products_us']:.0f}",
                 f"{line['rest_us'] / bound:.2f}",
+                step_share(line, bound),
                 f"{line['gpu_memory_bytes'] / 2**30:.0f}",
                 f"{line['sm_clock_mhz']}, {line['power_w']}" if "power_w" in line else "",
             ]
@@ -220,10 +223,18 @@ def split_table(lines: list[Line]) -> str:
         "all but state",
         "weights once, products",
         "rest over its roofline",
+        "state and products at the ceilings",
         "GiB in use",
         "MHz, W",
     ]
     return table(head, rows)
+
+
+def step_share(line: Line, products_us: float) -> str:
+    """Least time of a step's state, moved at the read bandwidth, and of its products, as a share of the step's time."""
+    if "predicted_recurrent_us" not in line:
+        return ""
+    return f"{100 * (line['predicted_recurrent_us'] + products_us) / line['median_us']:.0f} %"
 
 
 def speculation_table(lines: list[Line]) -> str:
@@ -245,13 +256,15 @@ def speculation_table(lines: list[Line]) -> str:
                 products_alone(line, snapshots[0]) if snapshots else "",
                 f"{line['split_us']['ssm'] / 1e3:.2f}" if "split_us" in line else "",
                 f"{line['predicted_recurrent_us'] / 1e3:.2f}" if line.get("predicted_recurrent_us") else "",
+                step_share(line, max(line["products_us"], line["weights_once_us"])) if "products_us" in line else "",
                 f"{line['gpu_memory_bytes'] / 2**30:.0f}",
                 "yes" if line["correct"] else "**no**",
             ]
         )
     head = ["variant", "step ms", "tokens a row and step", "tokens/s", "over plain", "over snapshots"]
     head += ["the same beside products alone", "state kernels ms"]
-    return table([*head, "traffic model ms", "GiB in use", "logits agree"], rows)
+    head += ["traffic model ms", "state and products at the ceilings"]
+    return table([*head, "GiB in use", "logits agree"], rows)
 
 
 def products_alone(line: Line, snapshots: Line) -> str:

@@ -173,6 +173,25 @@ def test_published_names_get_random_weights_of_their_shape() -> None:
         load_model("nowhere", CPU)
 
 
+def test_random_weights_in_fp8_have_the_deviation_of_dense_ones() -> None:
+    """A product's inputs near 1 must give outputs near 1. 2 % would be 30 standard errors of 6.5 million numbers; FP8
+    rounds by at most 1/16."""
+    model = load_model("qwen4b", CPU, layers=1, weights="fp8")
+    name = next(name for name in model.weights if name.endswith("out_proj.weight"))
+    weight, scale = model.weights[name], model.weights[name + "_scale"]
+    assert weight.dtype == torch.float8_e4m3fn
+    deviation = float((weight.float() * scale).std()) * weight.shape[1] ** 0.5
+    assert abs(deviation - 1) < 0.02
+    dense = [name for name, spec in model.networks["main"].weights.items() if spec.dtype == "bfloat16"]
+    assert any("embed" in name for name in dense), "the tied head stays as it is"
+    assert model.fp8_elements == 0, "weights alone, unless products are asked for"
+    model = load_model("qwen4b", CPU, layers=1, weights="fp8", fp8_products=True)
+    # in_proj_qkv and in_proj_z, out_proj, gate, up and down
+    assert model.fp8_elements == 2560 * (8192 + 4096 + 4096 + 3 * 9216)
+    with pytest.raises(ValueError, match="takes random weights"):
+        load_model(str(Path(__file__).parents[2] / "examples" / "qwen3.5-tiny"), CPU, weights="fp8")
+
+
 @pytest.mark.parametrize("name", ["nano4b", "qwen4b"])
 def test_bytes_that_a_step_reads(name: str) -> None:
     """All weights but an embedding that is no output head; two operations per element of the products."""
