@@ -20,6 +20,7 @@ from replayssm.runtime.functional_ops import (
     scale_count,
     unpack,
 )
+from replayssm.runtime.fused_operators import FUSED_OPERATORS
 
 Tensor = torch.Tensor
 Step = tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -77,13 +78,18 @@ class Executor:
         self._inputs = {name: self._register(name) for name in network.inputs}
         nodes = [self._unpack_node(node) for node in network.nodes] if self._unpack else network.nodes
         fuse = self.device.type == "cuda" if fuse is None else fuse
-        self._operators = {**(fusion.FUSED_OPERATORS if fuse else OPERATORS), **(operators or {})}
-        self._steps = self._compile(fusion.fuse(network, nodes, not self._emulate, fp8_products) if fuse else nodes)
+        self._operators = {**(FUSED_OPERATORS if fuse else OPERATORS), **(operators or {})}
+        if fuse:
+            nodes = fusion.fuse(network, nodes, not self._emulate, fp8_products, self._load)
+        self._steps = self._compile(nodes)
         self._outputs = {public: self._register_of[name] for public, name in network.outputs.items()}
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run the network over `inputs`, one tensor on `device` for each of `network.inputs`."""
+        """Run the network over `inputs`, one tensor on `device` for each of `network.inputs`.
+
+        logits_indices None wants all tokens.
+        """
         missing = self._inputs.keys() - inputs.keys()
         if missing:
             raise ValueError(f"network {self.network.name!r} also needs the inputs {', '.join(sorted(missing))}")

@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from replayssm.plugins import elementwise, routing, weight_only
+from replayssm.plugins import weight_only
 from replayssm.plugins.network import Network, Node
 from replayssm.runtime import functional_ops as ops
 
@@ -31,25 +29,35 @@ JOIN = "+"
 PARTS = "@parts"
 """Behind the name of an fp32 weight [n, k], in that of [2 n, k]: the weight in bf16, and what that leaves in bf16."""
 
+NARROW = "@fp8"
+"""Behind the name of a value, in that of the same in e4m3, as an FP8 product reads it."""
+
 TILES = "@tiles"
 """Behind the name of a weight, in that of the same as `weight_only.pack` arranges it, NVFP4 block scales included."""
 
 
-def fuse(network: Network, nodes: Sequence[Node], pack: bool = True, fp8_products: bool = False) -> list[Node]:
+def fuse(
+    network: Network,
+    nodes: Sequence[Node],
+    pack: bool = True,
+    fp8_products: bool = False,
+    load: Callable[[str], Tensor] | None = None,
+) -> list[Node]:
     """`nodes` of `network` with the same results. Names of joined weights are their parts' names with JOIN between.
 
     pack: take packed weights, and those of experts, as the kernels want them, which multiply without rounding
         activations: named with TILES behind, and with their features in the attribute `tiles`.
     fp8_products: multiply FP8 weights with activations in FP8 where the checkpoint's recipe rounds them so.
+    load: gives a weight by name; with it, FP8 projections of one input whose scales are equal are joined too.
     """
     if fp8_products:
         nodes = [_fp8_product(node) for node in nodes]
-    nodes = _split_routers(network, _join_linears(network, list(nodes)))
+    nodes = _split_routers(network, _join_linears(network, list(nodes), load))
     if pack:
         nodes = [_tile_weights(network, node) if node.op in ("linear", "moe") else node for node in nodes]
     for first, second, rule in _RULES:
         nodes = _fuse_pairs(network, nodes, first, second, rule)
-    return nodes
+    return _narrow_outputs(network, _pair_ropes(nodes))
 
 
 def joined_parts(name: str, network: Network) -> list[str]:
@@ -70,6 +78,16 @@ def derived(name: str, load: Callable[[str], Tensor]) -> Tensor | None:
         return torch.cat([high, (weight - high.to(weight.dtype)).bfloat16()])
     return None
 
+
+NARROWING_OPERATORS = (
+    "rms_norm",
+    "add_rms_norm",
+    "gated_rms_norm",
+    "silu_multiply",
+    "multiply_sigmoid",
+    "squared_relu",
+)
+"""Operators that can give their last result in e4m3."""
 
 BLOCK_SCALE = "_scale"
 """Behind the name of an NVFP4 weight, in that of its block scales."""
@@ -135,27 +153,36 @@ def _tiled_features(
     return [rows, columns] if weight_only.takes_weight(format, rows, columns) else None
 
 
-def _join_linears(network: Network, nodes: list[Node]) -> list[Node]:
+def _join_linears(network: Network, nodes: list[Node], load: Callable[[str], Tensor] | None) -> list[Node]:
     groups: dict[tuple, list[Node]] = {}
     for node in nodes:
-        if node.op == "linear" and len(node.inputs) == 2 and node.attributes["format"] == "dense":
-            weight = network.weights.get(node.inputs[1])
-            if weight is not None and weight.shape[0] % JOINED_COLUMNS == 0:
-                key = (node.inputs[0], weight.dtype, node.attributes["output_dtype"])
-                groups.setdefault(key, []).append(node)
+        if (kind := _joined_kind(network, node, load)) is not None:
+            groups.setdefault((node.inputs[0], node.attributes["output_dtype"], *kind), []).append(node)
     replaced: dict[int, list[Node]] = {}
     for group in groups.values():
         if len(group) == 1:
             continue
+        x, _, *scales = group[0].inputs
         weight = JOIN.join(node.inputs[1] for node in group)
         joined = "+".join(node.outputs[0] for node in group)
         sizes = [network.weights[node.inputs[1]].shape[0] for node in group]
-        product = Node("linear", (group[0].inputs[0], weight), (joined,), group[0].attributes)
+        product = replace(group[0], inputs=(x, weight, *scales), outputs=(joined,))
         split = Node("split", (joined,), tuple(node.outputs[0] for node in group), {"sizes": sizes})
         # All parts read the same value, so the others may move up to where the first one stands.
         replaced |= {id(node): [] for node in group}
         replaced[id(group[0])] = [product, split]
     return [new for node in nodes for new in replaced.get(id(node), [node])]
+
+
+def _joined_kind(network: Network, node: Node, load: Callable[[str], Tensor] | None) -> tuple | None:
+    """What projections must have in common to be joined; None for what is none, or must stay alone."""
+    dense = node.op == "linear" and len(node.inputs) == 2 and node.attributes["format"] == "dense"
+    if not dense and (node.op != "fp8_linear" or load is None):
+        return None
+    weight = network.weights.get(node.inputs[1])
+    if weight is None or weight.shape[0] % JOINED_COLUMNS:
+        return None
+    return (weight.dtype, *(float(load(name)) for name in node.inputs[2:]))
 
 
 Rule = Callable[[Network, Node, Node], "Node | None"]
@@ -194,6 +221,14 @@ def _add_norm(network: Network, add: Node, norm: Node) -> Node | None:
     return Node("add_rms_norm", (*add.inputs, norm.inputs[1]), (*add.outputs, *norm.outputs), norm.attributes)
 
 
+def _linear_norm(network: Network, linear: Node, norm: Node) -> Node | None:
+    others = [name for name in norm.inputs[:2] if name != linear.outputs[0]]
+    if linear.attributes["format"] != "dense" or len(linear.inputs) != 2 or len(others) != 1:
+        return None
+    attributes = {**norm.attributes, "output_dtype": linear.attributes["output_dtype"]}
+    return Node("linear_add_rms_norm", (*linear.inputs, *others, norm.inputs[2]), norm.outputs, attributes)
+
+
 def _silu_multiply(network: Network, silu: Node, multiply: Node) -> Node | None:
     if multiply.inputs[0] != silu.outputs[0] or not _same_shape(network, *multiply.inputs):
         return None
@@ -214,180 +249,48 @@ def _norm_rope(network: Network, norm: Node, rope: Node) -> Node | None:
 _RULES: tuple[tuple[str, str, Rule], ...] = (
     ("rms_norm", "rope", _norm_rope),
     ("add", "rms_norm", _add_norm),
+    ("linear", "add_rms_norm", _linear_norm),
     ("silu", "multiply", _silu_multiply),
     ("sigmoid", "multiply", _multiply_sigmoid),
 )
 
 
+def _pair_ropes(nodes: list[Node]) -> list[Node]:
+    """One node for the queries' and the keys' norm and rotation, in the place of the later one."""
+    uses = Counter(name for node in nodes for name in node.inputs)
+    made_by = {
+        name: node for node in nodes if node.op == "norm_rope" for name in node.outputs if uses[name] == 1
+    }  # one that others read too must stay where it is
+    replaced: dict[int, list[Node]] = {}
+    for node in nodes:
+        if node.op != "attention_window" or not all(name in made_by for name in node.inputs[:2]):
+            continue
+        q, k = (made_by[name] for name in node.inputs[:2])
+        if q is k or q.inputs[2] != k.inputs[2] or q.attributes != k.attributes:
+            continue
+        inputs = (q.inputs[0], k.inputs[0], q.inputs[1], k.inputs[1], q.inputs[2])
+        first, last = sorted((q, k), key=nodes.index)
+        replaced |= {id(first): [], id(last): [Node("norm_ropes", inputs, (*q.outputs, *k.outputs), q.attributes)]}
+    return [new for node in nodes for new in replaced.get(id(node), [node])]
+
+
+def _narrow_outputs(network: Network, nodes: list[Node]) -> list[Node]:
+    """Operators whose result an FP8 product reads give it in e4m3: beside 16 bits, or alone if no one else reads it."""
+    uses = Counter(name for node in nodes for name in node.inputs)
+    uses.update(network.outputs.values())
+    made_by = {node.outputs[-1]: index for index, node in enumerate(nodes) if node.op in NARROWING_OPERATORS}
+    out = list(nodes)
+    for index, node in enumerate(nodes):
+        at = made_by.pop(node.inputs[0], None) if node.op == "fp8_linear" else None
+        if at is None:
+            continue
+        x, weight, scale, input_scale = node.inputs
+        attributes = {**nodes[at].attributes, "wide": uses[x] > 1}
+        inputs, outputs = (*nodes[at].inputs, input_scale), (*nodes[at].outputs, x + NARROW)
+        out[at] = replace(nodes[at], inputs=inputs, outputs=outputs, attributes=attributes)
+        out[index] = replace(node, inputs=(x + NARROW, weight, scale, input_scale))
+    return out
+
+
 def _same_shape(network: Network, x: str, y: str) -> bool:
     return network.spec(x).shape == network.spec(y).shape
-
-
-# The operators. Each takes the kernel where it can.
-
-
-def _kernels_take(activations: Sequence[Tensor], weights: Sequence[Tensor] = ()) -> bool:
-    return (
-        activations[0].is_cuda
-        and elementwise.supports(*activations)
-        and elementwise.supports_scale(*weights)
-        and activations[0].shape[0] > 0
-    )
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    *scales: Tensor,
-    output_dtype: torch.dtype,
-    format: str,
-    activations: str | None,
-    emulate: bool = False,
-    tiles: list[int] | None = None,
-) -> Tensor:
-    """As `functional_ops.linear`; the product itself is returned in fp32 where that is asked for."""
-    if tiles is not None:
-        (held,) = _held([weight, *scales], [{"format": format, "activations": activations, "tiles": tiles}])
-        rows = x if elementwise.supports(x) else x.contiguous()
-        if x.is_cuda and weight_only.takes(rows):
-            return weight_only.linear(rows, held, output_dtype)
-        weight, *scales = _checkpoint_tensors(held, scales[-1] if activations is not None else None, x.dtype)
-    narrow = x.is_cuda and x.dtype in elementwise.SIXTEEN_BITS and x.dim() == 2 and weight.dtype == x.dtype
-    if narrow and output_dtype == torch.float32 and format == "dense":
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return ops.linear(
-        x, weight, *scales, output_dtype=output_dtype, format=format, activations=activations, emulate=emulate
-    )
-
-
-def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, input_scale: Tensor, *, output_dtype: torch.dtype) -> Tensor:
-    """x [T, in], rounded to FP8, times the transpose of an FP8 weight."""
-    rows = x if elementwise.supports(x) else x.contiguous()
-    sizes = weight.shape[0] % 16 or weight.shape[1] % 16
-    if x.is_cuda and x.dim() == 2 and x.shape[0] > 0 and elementwise.supports(rows) and not sizes:
-        narrow = elementwise.quantize_fp8(rows, input_scale)
-        return torch._scaled_mm(narrow, weight.t(), input_scale, scale, out_dtype=output_dtype)
-    attributes = {"format": "fp8", "activations": "fp8", "output_dtype": output_dtype, "emulate": True}
-    return ops.linear(x, weight, scale, input_scale, **attributes)
-
-
-def _held(tensors: Sequence[Tensor], projections: Sequence[dict[str, Any]]) -> list[weight_only.Weight]:
-    """Projections in tiles as the kernels read them; `tensors` holds tiles, scale and input scale of each."""
-    found, at = [], 0
-    for projection in projections:
-        scaled = projection["format"] != "dense"
-        scale = tensors[at + 1] if scaled else None
-        found.append(weight_only.Weight(projection["format"], tensors[at], scale, *projection["tiles"]))
-        at += 1 + scaled + (projection["activations"] is not None)
-    return found
-
-
-def _checkpoint_tensors(held: weight_only.Weight, input_scale: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-    """What `functional_ops` reads: codes, block scales, scale, input scale, as far as there are; dtype: of 16 bits."""
-    found = weight_only.unpack(held)
-    if held.format == "dense":
-        found = [tensor.view(dtype) for tensor in found]
-    return found + [scale for scale in (held.scale, input_scale) if scale is not None]
-
-
-def route_sigmoid(
-    logits: Tensor, correction_bias: Tensor, *, top_k: int, scaling: float, normalize: bool, parts: int = 1
-) -> tuple[Tensor, Tensor]:
-    """As `functional_ops.route_sigmoid`, of the sum of `parts` logits [T, parts * E]."""
-    if logits.is_cuda and logits.shape[0] > 0 and routing.supports(logits, top_k, correction_bias):
-        return routing.route(logits, correction_bias, top_k, scaling, normalize, parts)
-    logits = logits.unflatten(1, (parts, -1)).sum(1) if parts > 1 else logits
-    return ops.route_sigmoid(logits, correction_bias, top_k=top_k, scaling=scaling, normalize=normalize)
-
-
-def route_softmax(logits: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
-    if logits.is_cuda and logits.shape[0] > 0 and routing.supports(logits, top_k, None):
-        return routing.route(logits, None, top_k)
-    return ops.route_softmax(logits, top_k=top_k)
-
-
-def moe(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    *tensors: Tensor,
-    activation: str,
-    projections: list[dict[str, Any]],
-    emulate: bool = False,
-) -> Tensor:
-    """As `functional_ops.moe`."""
-    tiled = all("tiles" in projection for projection in projections)
-    if x.is_cuda and tiled and weights.dtype == torch.float32:
-        held, rows = _held(tensors, projections), x if elementwise.supports(x) else x.contiguous()
-        if weight_only.takes(rows) and len({weight.format for weight in held}) == 1:
-            return weight_only.moe(rows, ids, weights, held, activation)
-    plain, at = [], 0
-    for projection in projections:
-        scaled, rounded = projection["format"] != "dense", projection["activations"] is not None
-        count = 1 + (scaled + rounded if "tiles" in projection else ops.scale_count(**projection))
-        own, at = tensors[at : at + count], at + count
-        if "tiles" in projection:
-            (held,) = _held(own, [projection])
-            own = _checkpoint_tensors(held, own[-1] if rounded else None, x.dtype)
-        plain += own
-    projections = [{"format": p["format"], "activations": p["activations"]} for p in projections]
-    return ops.moe(x, ids, weights, *plain, activation=activation, projections=projections, emulate=emulate)
-
-
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float, zero_centered: bool) -> Tensor:
-    if x.dim() == 2 and _kernels_take([x], [weight]):
-        return elementwise.rms_norm(x, weight, eps, zero_centered)
-    return ops.rms_norm(x, weight, eps=eps, zero_centered=zero_centered)
-
-
-def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, *, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    """(x + y, rms_norm(x + y))."""
-    if x.dim() == 2 and _kernels_take([x, y], [weight]):
-        return elementwise.add_rms_norm(x, y, weight, eps, zero_centered)
-    total = x + y
-    return total, ops.rms_norm(total, weight, eps=eps, zero_centered=zero_centered)
-
-
-def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, *, eps: float, group_size: int, gate_first: bool) -> Tensor:
-    if x.dim() == 2 and group_size % elementwise.CHUNK == 0 and _kernels_take([x, z], [weight]):
-        return elementwise.gated_rms_norm(x, z, weight, eps, group_size, gate_first)
-    return ops.gated_rms_norm(x, z, weight, eps=eps, group_size=group_size, gate_first=gate_first)
-
-
-def norm_rope(
-    x: Tensor, weight: Tensor, positions: Tensor, *, eps: float, zero_centered: bool, theta: float, dim: int
-) -> Tensor:
-    """rope(rms_norm(x)) of heads."""
-    if _kernels_take([x], [weight]) and positions.dtype == torch.int32 and positions.is_contiguous():
-        return elementwise.norm_rope(x, weight, positions, eps, zero_centered, theta, dim)
-    return ops.rope(ops.rms_norm(x, weight, eps=eps, zero_centered=zero_centered), positions, theta=theta, dim=dim)
-
-
-def silu_multiply(x: Tensor, y: Tensor) -> Tensor:
-    return elementwise.activate("silu_multiply", x, y) if _kernels_take([x, y]) else F.silu(x) * y
-
-
-def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
-    return elementwise.activate("multiply_sigmoid", x, gate) if _kernels_take([x, gate]) else x * gate.sigmoid()
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    return elementwise.activate("squared_relu", x) if _kernels_take([x]) else ops.squared_relu(x)
-
-
-FUSED_OPERATORS: dict[str, Callable[..., Any]] = {
-    **ops.OPERATORS,
-    "fp8_linear": fp8_linear,
-    "linear": linear,
-    "moe": moe,
-    "route_sigmoid": route_sigmoid,
-    "route_softmax": route_softmax,
-    "rms_norm": rms_norm,
-    "add_rms_norm": add_rms_norm,
-    "gated_rms_norm": gated_rms_norm,
-    "norm_rope": norm_rope,
-    "silu_multiply": silu_multiply,
-    "multiply_sigmoid": multiply_sigmoid,
-    "squared_relu": squared_relu,
-}
-"""Operators of a fused network."""

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 
+from replayssm.plugins import elementwise
 from replayssm.runtime.errors import NOT_FINITE, InferenceError
 
 _WORD = 0xFFFFFFFF
@@ -207,7 +208,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 def likeliest(logits: torch.Tensor, part: VocabularyPart | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(largest of each row's logits, its token), both [R]; the first token of equal ones, in every part alike."""
-    largest, tokens = logits.max(dim=1)
+    largest, tokens = elementwise.argmax(logits) if elementwise.takes_rows(logits) else logits.max(dim=1)
     if part is None:
         return largest, tokens
     # A token and its logit are exact in float64.

@@ -1,8 +1,8 @@
 // Activations of an MLP or an attention output, with the product that follows. A thread owns 8 columns of one head.
 //
 // Stamped in: HEADS, COLUMNS (of a head), THREADS, ACTIVATION (0: silu(x) * y, 1: x * sigmoid(y), 2: relu(x)^2),
-// ACTIVATION_FORMAT.
-#include "elementwise.cuh"
+// STORES_WIDE and STORES_NARROW (see narrow.cuh), ACTIVATION_FORMAT.
+#include "narrow.cuh"
 
 constexpr int CHUNKS = COLUMNS / 8;
 
@@ -10,7 +10,7 @@ KERNEL(THREADS, 1)
 activation(
     // x, y [T, HEADS, COLUMNS], tokens and heads *_stride elements apart, y null for relu(x)^2; out dense
     const activation_t* x, const activation_t* y, int x_stride, int x_head_stride, int y_stride, int y_head_stride,
-    activation_t* out) {
+    activation_t* out, const float* narrow_scale, u8* narrow) {
     const int index = (int)blockIdx.y * THREADS + (int)threadIdx.x;
     const long long token = blockIdx.x;
     if (index >= HEADS * CHUNKS) return;
@@ -27,5 +27,5 @@ activation(
             values[e] = positive * positive;
         }
     }
-    store_chunk(out + (token * HEADS + head) * COLUMNS + column, values);
+    store_outputs(out, narrow, narrow_scale, (token * HEADS + head) * COLUMNS + column, values);
 }

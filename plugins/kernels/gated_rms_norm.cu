@@ -1,8 +1,9 @@
 // RMS norm of groups along a row and a gate silu(z), before the norm (Nemotron-H) or after it (Qwen). LANES threads share
 // a group of one token: part of a warp, a warp, or a block of several. See runtime/functional_ops.py.
 //
-// Stamped in: COLUMNS, GROUP_COLUMNS, WEIGHT_COLUMNS, THREADS, LANES, GATE_FIRST, ACTIVATION_FORMAT, SHARED_BYTES.
-#include "elementwise.cuh"
+// Stamped in: COLUMNS, GROUP_COLUMNS, WEIGHT_COLUMNS, THREADS, LANES, GATE_FIRST, STORES_WIDE and STORES_NARROW (see narrow.cuh),
+// ACTIVATION_FORMAT, SHARED_BYTES.
+#include "narrow.cuh"
 
 constexpr int GROUPS = COLUMNS / GROUP_COLUMNS, CHUNKS = GROUP_COLUMNS / 8;
 constexpr int ITEMS = (CHUNKS + LANES - 1) / LANES;
@@ -13,7 +14,7 @@ KERNEL(THREADS, 1)
 gated_rms_norm(
     // x, z [T, COLUMNS], tokens *_stride elements apart; weight fp32 [WEIGHT_COLUMNS]; out [T, COLUMNS], dense
     const activation_t* x, const activation_t* z, const float* weight, int eps_bits, int x_stride, int z_stride,
-    activation_t* out) {
+    activation_t* out, const float* narrow_scale, u8* narrow) {
     DYNAMIC_SHARED(memory);
     float* partial = (float*)memory;
     const int lane = threadIdx.x % LANES, group = (int)blockIdx.y * (THREADS / LANES) + (int)threadIdx.x / LANES;
@@ -52,6 +53,6 @@ gated_rms_norm(
         if (!exists || chunk >= CHUNKS) continue;
 #pragma unroll
         for (int e = 0; e < 8; e++) values[i][e] *= scale * weights[i][e] * (GATE_FIRST ? 1.f : gates[i][e]);
-        store_chunk(out + token * COLUMNS + first + chunk * 8, values[i]);
+        store_outputs(out, narrow, narrow_scale, token * COLUMNS + first + chunk * 8, values[i]);
     }
 }

@@ -1,7 +1,8 @@
-// RMS norm of every head and the rotation of its first ROPE_DIM entries by the token's position. A warp serves one head
-// of one token. See runtime/functional_ops.py.
+// RMS norm of every head and the rotation of its first ROPE_DIM entries by the token's position, of one tensor or of
+// queries and keys together. A warp serves one head of one token. See runtime/functional_ops.py.
 //
-// Stamped in: HEADS, HEAD_DIM, ROPE_DIM, THREADS, ZERO_CENTERED, ACTIVATION_FORMAT, SHARED_BYTES.
+// Stamped in: HEADS, SECOND_HEADS (0 for one tensor), HEAD_DIM, ROPE_DIM, THREADS, ZERO_CENTERED, ACTIVATION_FORMAT,
+// SHARED_BYTES.
 #include "elementwise.cuh"
 
 constexpr int CHUNKS = HEAD_DIM / 8, ITEMS = (CHUNKS + 31) / 32, WARPS = THREADS / 32;
@@ -9,22 +10,30 @@ static_assert(SHARED_BYTES >= WARPS * HEAD_DIM * 4, "a head per warp");
 
 KERNEL(THREADS, 1)
 norm_rope(
-    // x [T, HEADS, HEAD_DIM], tokens and heads *_stride elements apart; weight fp32 [HEAD_DIM]; frequencies fp32
-    // [ROPE_DIM / 2]; positions [T]; out [T, HEADS, HEAD_DIM], dense
-    const activation_t* x, const float* weight, const float* frequencies, const int* positions, int eps_bits,
-    int x_stride, int head_stride, activation_t* out) {
+    // x [T, HEADS, HEAD_DIM], tokens and heads *_stride elements apart; weight fp32 [HEAD_DIM]; second_* likewise;
+    // frequencies fp32 [ROPE_DIM / 2]; positions [T]; out [T, HEADS, HEAD_DIM], dense
+    const activation_t* x, const activation_t* second_x, const float* weight, const float* second_weight,
+    const float* frequencies, const int* positions, int eps_bits, int x_stride, int head_stride, int second_stride,
+    int second_head_stride, activation_t* out, activation_t* second_out) {
     DYNAMIC_SHARED(memory);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = (int)blockIdx.y * WARPS + warp;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, any_head = (int)blockIdx.y * WARPS + warp;
     const long long token = blockIdx.x;
     float* normed = (float*)memory + warp * HEAD_DIM;
-    if (head >= HEADS) return;
+    if (any_head >= HEADS + SECOND_HEADS) return;
+    const bool second = any_head >= HEADS;
+    const int head = second ? any_head - HEADS : any_head;
+    const activation_t* from = second ? second_x + token * second_stride + head * second_head_stride
+                                      : x + token * x_stride + head * head_stride;
+    activation_t* to = second ? second_out + (token * SECOND_HEADS + head) * HEAD_DIM
+                              : out + (token * HEADS + head) * HEAD_DIM;
+    const float* scales = second ? second_weight : weight;
     float values[ITEMS][8];
     float squares = 0.f;
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
         const int chunk = lane + i * 32;
         if (chunk >= CHUNKS) continue;
-        load_chunk(x + token * x_stride + head * head_stride + chunk * 8, values[i]);
+        load_chunk(from + chunk * 8, values[i]);
 #pragma unroll
         for (int e = 0; e < 8; e++) squares += values[i][e] * values[i][e];
     }
@@ -34,7 +43,7 @@ norm_rope(
         const int chunk = lane + i * 32;
         if (chunk >= CHUNKS) continue;
         float weights[8];
-        load_weights(weight + chunk * 8, weights);
+        load_weights(scales + chunk * 8, weights);
 #pragma unroll
         for (int e = 0; e < 8; e++) {
             // Rounded here because the norm's output is an activation of its own.
@@ -57,6 +66,6 @@ norm_rope(
         if (chunk >= CHUNKS) continue;
 #pragma unroll
         for (int e = 0; e < 8; e++) values[i][e] = normed[chunk * 8 + e];
-        store_chunk(out + (token * HEADS + head) * HEAD_DIM + chunk * 8, values[i]);
+        store_chunk(to + chunk * 8, values[i]);
     }
 }

@@ -75,6 +75,23 @@ def test_add_rms_norm_norms_the_rounded_sum(device: str) -> None:
 
 
 @devices
+@pytest.mark.parametrize("parts", [2, 3])
+def test_add_rms_norm_adds_up_the_parts_of_a_product(parts: int, device: str) -> None:
+    dtype = torch.bfloat16
+    x, y, weight = (
+        randn(dtype, device, 4, 320),
+        torch.randn(parts, 4, 320, device=device),
+        torch.ones(320, device=device),
+    )
+    total, normed = elementwise.add_rms_norm(x, y, weight, 1e-6, False)
+    summed = y[0]
+    for part in y[1:]:
+        summed = summed + part
+    assert torch.equal(total, x + summed.to(dtype))
+    assert_close(normed, F.rms_norm(*wide(total, weight), eps=1e-6, zero_centered=False), 1)
+
+
+@devices
 @pytest.mark.parametrize(
     ("columns", "group_size", "shared_weight", "gate_first", "dtype"),
     [
@@ -102,7 +119,7 @@ def test_norm_rope(heads: int, head_dim: int, dim: int, dtype: torch.dtype, devi
     x = sliced(dtype, device, 4, heads, 2 * head_dim)[..., :head_dim]
     weight = torch.randn(head_dim, device=device)
     positions = torch.tensor([0, 1, 777, 262143], dtype=torch.int32, device=device)
-    got = elementwise.norm_rope(x, weight, positions, 1e-6, True, 1e7, dim)
+    got = elementwise.norm_rope([x], [weight], positions, 1e-6, True, 1e7, dim)[0]
     normed = F.rms_norm(x.float(), weight, eps=1e-6, zero_centered=True).to(dtype)
     wanted = F.rope(normed, positions, theta=1e7, dim=dim).double()
     size = normed.double().abs()
@@ -111,6 +128,18 @@ def test_norm_rope(heads: int, head_dim: int, dim: int, dtype: torch.dtype, devi
     # Both sides round the norm and the rotation; where the norms round apart that is a whole unit of the pair.
     assert ((got.double() - wanted).abs() <= 4 * UNIT[dtype] * pair + 2.0**-20).all()
     assert (got != wanted.to(dtype)).double().mean() < 0.02, "roundings fall differently only where fp32 sums do"
+
+
+@devices
+def test_norm_rope_of_queries_and_keys_is_that_of_each(device: str) -> None:
+    dtype, positions = torch.bfloat16, torch.tensor([3, 0, 900], dtype=torch.int32, device=device)
+    tensors = [sliced(dtype, device, 3, heads, 64) for heads in (6, 3)]
+    weights = [torch.randn(64, device=device) for _ in tensors]
+    options = (positions, 1e-6, True, 1e7, 32)
+    alone = [elementwise.norm_rope([x], [w], *options)[0] for x, w in zip(tensors, weights, strict=True)]
+    for got, wanted in zip(elementwise.norm_rope(tensors, weights, *options), alone, strict=True):
+        assert torch.isfinite(got).all()
+        assert torch.equal(got, wanted)
 
 
 @devices
@@ -146,6 +175,31 @@ def test_quantize_fp8_rounds_as_pytorch(dtype: torch.dtype, device: str) -> None
     assert torch.equal(got.view(torch.uint8)[~nan], wanted.view(torch.uint8)[~nan])
 
 
+@devices
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "gated_rms_norm", *elementwise.ACTIVATIONS])
+def test_narrow_outputs_are_the_quantized_wide_ones(name: str, wide: bool, device: str) -> None:
+    dtype, scale = torch.bfloat16, torch.tensor(0.0071, device=device)
+    x, y, weight = sliced(dtype, device, 3, 160), randn(dtype, device, 3, 160), torch.randn(160, device=device)
+    x[0, :2] = torch.tensor([2000.0, torch.nan])
+    arguments = {
+        "rms_norm": (x, weight, 1e-6, True),
+        "add_rms_norm": (x, y, weight, 1e-6, True),
+        "gated_rms_norm": (x, y, weight, 1e-6, 40, False),
+    }
+    if name in elementwise.ACTIVATIONS:
+        function, given = elementwise.activate, (name, x, None if name == "squared_relu" else y)
+    else:
+        function, given = getattr(elementwise, name), arguments[name]
+    expected = function(*given)
+    *_, out, small = function(*given, narrow=elementwise.Narrow(scale, wide))
+    expected = expected[-1] if name == "add_rms_norm" else expected
+    assert torch.equal(out.nan_to_num(), expected.nan_to_num()) if wide else out is None
+    quantized = elementwise.quantize_fp8(expected, scale)
+    assert torch.equal(small.view(torch.uint8), quantized.view(torch.uint8))
+    assert quantized.float().isfinite().any()
+
+
 def test_what_the_kernels_take() -> None:
     x = torch.zeros(4, 64, dtype=torch.bfloat16)
     assert elementwise.supports(x, x[:, 8:16])
@@ -154,18 +208,35 @@ def test_what_the_kernels_take() -> None:
     assert not elementwise.supports(x, x.half())
 
 
+@devices
+@pytest.mark.parametrize("columns", [12, 8200])
+def test_argmax(columns: int, device: str) -> None:
+    """The first of equal ones, at the end of a row too; NaN before everything; rows of nothing but -infinity."""
+    x = torch.randn(7, columns, device=device)
+    x[1, [columns - 1, 5]] = 9.0
+    x[2, columns - 2] = 9.0
+    x[3, [3, 7]] = torch.nan
+    x[4] = -torch.inf
+    x[5, 2], x[5, columns - 3] = torch.inf, torch.nan
+    values, places = elementwise.argmax(x)
+    assert places.tolist() == [int(x[0].argmax()), 5, columns - 2, 3, 0, columns - 3, int(x[6].argmax())]
+    assert torch.equal(values.nan_to_num(nan=77.0), x.max(dim=1).values.nan_to_num(nan=77.0))
+
+
 @pytest.mark.parametrize("arch", [80, 90])
 def test_compiles_without_spills(arch: int, tmp_path: Path) -> None:
     x, heads = torch.zeros(1, 3136, dtype=torch.bfloat16), torch.zeros(1, 4, 256, dtype=torch.bfloat16)
     weight, positions = torch.zeros(3136), torch.zeros(1, dtype=torch.int32)
     plans = [
         elementwise.plan_rms_norm(x, x, weight, 1e-5, True, x, x),
+        elementwise.plan_rms_norm(x, torch.zeros(3, 1, 3136), weight, 1e-5, True, x, x),
         elementwise.plan_gated_rms_norm(x, x, weight, 1e-5, 784, True, x),
         elementwise.plan_activation("silu_multiply", x, x, x),
+        elementwise.plan_argmax(torch.zeros(1, 248320), weight, torch.zeros(1, dtype=torch.int64)),
     ]
     for plan in plans:
         compiled = nvrtc.compile_kernel(plan.config.kernel, dict(plan.config.defines), arch, cache=tmp_path)
         assert "0 bytes spill stores, 0 bytes spill loads" in compiled.log
-    plan = elementwise.plan_norm_rope(heads, weight, weight[:32], positions, 1e-5, True, heads)
+    plan = elementwise.plan_norm_rope([heads] * 2, [weight] * 2, weight[:32], positions, 1e-5, True, [heads] * 2)
     # sin and cos of large angles reduce them through local memory, which is no spill.
     nvrtc.compile_kernel(plan.config.kernel, dict(plan.config.defines), arch, cache=tmp_path)

@@ -14,11 +14,12 @@ from replayssm.builders.config import published
 from replayssm.builders.functional import Graph
 from replayssm.builders.models import build_networks
 from replayssm.builders.parameters import Parameters
+from replayssm.builders.weight_shapes import quantizable_modules
 from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.network import CALL_INPUTS
 from replayssm.plugins.state import allocate_state
+from replayssm.runtime import divided_product, fused_operators, fusion
 from replayssm.runtime import functional_ops as ops
-from replayssm.runtime import fusion
 from replayssm.runtime.executor import Executor
 
 SETTINGS = ReplaySettings(
@@ -64,10 +65,10 @@ def test_a_fused_network_gives_the_same_logits(layout, tiny_checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("name", "gone", "joined"),
-    [("nano4b", {"add"}, 4), ("qwen4b", {"add", "silu", "rope", "sigmoid", "multiply"}, 64)],
+    ("name", "gone", "joined", "followed"),
+    [("nano4b", {"add"}, 4, 42), ("qwen4b", {"add", "silu", "rope", "sigmoid", "multiply"}, 64, 64)],
 )
-def test_what_a_published_model_becomes(name, gone, joined):
+def test_what_a_published_model_becomes(name, gone, joined, followed):
     network = build_networks(published(name), mtp=False).main
     nodes = fusion.fuse(network, network.nodes)
     counts = Counter(node.op for node in nodes)
@@ -75,7 +76,9 @@ def test_what_a_published_model_becomes(name, gone, joined):
     for op in gone:
         assert before[op], op
         assert counts[op] <= 1, f"{counts[op]} of {before[op]} {op} are left"
-    weights = [node.inputs[1] for node in nodes if node.op == "linear"]
+    weights = [node.inputs[1] for node in nodes if node.op in ("linear", "linear_add_rms_norm")]
+    assert counts["linear_add_rms_norm"] == followed
+    assert_is_straight_line_code(network, nodes)
     assert sum(fusion.JOIN in weight for weight in weights) == joined
     parts = [part for weight in weights for part in (fusion.joined_parts(weight, network) or [weight])]
     assert sorted(parts) == sorted(node.inputs[1] for node in network.nodes if node.op == "linear")
@@ -98,7 +101,7 @@ def test_a_sum_that_others_read_stays():
     network = build_networks(published("nano4b"), mtp=False).main
     add = next(node for node in network.nodes if node.op == "add")
     fused = next(node for node in fusion.fuse(network, network.nodes) if add.outputs[0] in node.outputs)
-    assert fused.op == "add_rms_norm"
+    assert fused.op == "linear_add_rms_norm"
     assert fused.outputs[0] == add.outputs[0]
     assert sum(add.outputs[0] in node.inputs for node in fusion.fuse(network, network.nodes)) == 1
 
@@ -205,10 +208,30 @@ def test_products_of_fp8_weights_round_activations_where_the_recipe_does(tiny_ch
     assert (node.op, node.inputs) == ("fp8_linear", linear.inputs)
     x = torch.randn(3, network.spec(linear.inputs[0]).shape[-1]).bfloat16()
     tensors = [weights[name] for name in linear.inputs[1:]]
-    got = fusion.fp8_linear(x, *tensors, output_dtype=torch.bfloat16)
+    got = fused_operators.fp8_linear(x, *tensors, output_dtype=torch.bfloat16)
     options = {"format": "fp8", "activations": "fp8", "output_dtype": torch.bfloat16}
     assert torch.equal(got, ops.linear(x, *tensors, emulate=True, **options))
     assert not torch.equal(got, ops.linear(x, *tensors, emulate=False, **options))
+
+
+def test_fp8_projections_are_joined_where_their_scales_are_equal():
+    config = published("qwen4b")
+    config = replace(config, layers=config.layers[:2])
+    network = build_networks(config, dict.fromkeys(quantizable_modules(config), "fp8"), mtp=False).main
+    odd = next(name for name in network.weights if name.endswith("up_proj.weight_scale"))
+    values = {name: 0.5 if name == odd else 0.25 for name in network.weights if name.endswith("scale")}
+    load = lambda name: torch.tensor(values[name])  # noqa: E731
+    counts = [
+        Counter(node.op for node in fusion.fuse(network, network.nodes, fp8_products=True, load=given))
+        for given in (None, load)
+    ]
+    # Two layers of in_proj_qkv, in_proj_z, out_proj, gate, up and down. Of one layer, gate and up must stay apart.
+    assert (counts[0]["fp8_linear"], counts[1]["fp8_linear"]) == (12, 9)
+    fused = fusion.fuse(network, network.nodes, fp8_products=True, load=load)
+    joined = [node for node in fused if node.op == "fp8_linear" and fusion.JOIN in node.inputs[1]]
+    assert not any(odd.removesuffix("_scale") in fusion.joined_parts(node.inputs[1], network) for node in joined)
+    assert all(len(node.inputs) == 4 for node in joined)
+    assert_is_straight_line_code(network, fused)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -225,3 +248,62 @@ def test_dense_experts_in_tiles_keep_their_dtype(dtype, tiny_checkpoint):
         logits.append(executor(rows([5, 7], [0, 0]))["logits"])
     assert any(name.endswith(fusion.TILES) for name in executor._unpacked)
     assert (logits[1] - logits[0]).norm() / logits[0].norm() < 0.05
+
+
+def test_a_product_is_divided_where_its_tiles_leave_multiprocessors_idle():
+    """132 multiprocessors; Qwen3.5-4B's down projection at 256 tokens has 2 x 20 tiles, so 3 parts fit."""
+    assert divided_product.product_parts(256, 2560, 9216, 132) == 3
+    assert divided_product.product_parts(256, 2560, 4096, 132) == 2, "4096 is no multiple of 3 x 64"
+    assert divided_product.product_parts(1280, 2560, 9216, 132) == 1
+    assert divided_product.product_parts(65, 128, 64, 132) == 1
+    assert divided_product.product_parts(128, 2560, 9216, 132) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_divided_product_and_its_norm(monkeypatch):
+    """Against the whole product: both sums are fp32, so that the bf16 sum behind them differs by a unit at most."""
+    x, weight = (torch.randn(shape, device="cuda").bfloat16() / 16 for shape in ((256, 9216), (2560, 9216)))
+    y, scale = torch.randn(256, 2560, device="cuda").bfloat16(), torch.rand(2560, device="cuda")
+    options = {"output_dtype": torch.bfloat16, "eps": 1e-5, "zero_centered": True}
+    divided = fused_operators.linear_add_rms_norm(x, weight, y, scale, **options)
+    monkeypatch.setattr(fused_operators, "product_parts", lambda *sizes: 1)
+    whole = fused_operators.linear_add_rms_norm(x, weight, y, scale, **options)
+    for got, wanted in zip(divided, whole, strict=True):
+        assert ((got.double() - wanted.double()).abs() <= 2.0**-7 * wanted.double().abs() + 2.0**-9).all()
+
+
+def test_results_that_fp8_products_read_are_given_in_fp8():
+    """Quantized in place, the product of what the norm gives is that of the norm's 16-bit result, to the bit."""
+    config = published("qwen4b")
+    config = replace(config, layers=config.layers[:1])
+    network = build_networks(config, dict.fromkeys(quantizable_modules(config), "fp8"), mtp=False).main
+    scales = lambda name: torch.tensor(0.25)  # noqa: E731
+    nodes = fusion.fuse(network, network.nodes, fp8_products=True, load=scales)
+    assert_is_straight_line_code(network, nodes)
+    narrow = {node.op: node.attributes["wide"] for node in nodes if node.outputs[-1].endswith(fusion.NARROW)}
+    # in_proj_a and in_proj_b read the first norm too; the second feeds gate and up alone.
+    assert narrow == {"rms_norm": True, "gated_rms_norm": False, "add_rms_norm": False, "silu_multiply": False}
+    assert all(node.inputs[0].endswith(fusion.NARROW) for node in nodes if node.op == "fp8_linear")
+
+    x, y, z = (torch.randn(3, 64).bfloat16() for _ in range(3))
+    weight, scale = torch.randn(64), torch.tensor(0.02)
+    product = [torch.randn(16, 64).to(torch.float8_e4m3fn), torch.tensor(0.1), scale]
+    norm = {"eps": 1e-5, "zero_centered": True}
+    gated = {"eps": 1e-5, "group_size": 32, "gate_first": False}
+    for function, given, attributes in (
+        (fused_operators.rms_norm, (x, weight), norm),
+        (fused_operators.add_rms_norm, (x, y, weight), norm),
+        (fused_operators.gated_rms_norm, (x, z, weight), gated),
+        (fused_operators.silu_multiply, (x, y), {}),
+        (fused_operators.multiply_sigmoid, (x, y), {}),
+        (fused_operators.squared_relu, (x,), {}),
+    ):
+        results = function(*given, scale, wide=False, **attributes)
+        whole = function(*given, **attributes)
+        whole = whole[-1] if function is fused_operators.add_rms_norm else whole
+        assert results[-2] is None
+        got, wanted = (
+            fused_operators.fp8_linear(v, *product, output_dtype=torch.bfloat16) for v in (results[-1], whole)
+        )
+        assert torch.equal(got, wanted)
