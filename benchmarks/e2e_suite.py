@@ -25,12 +25,20 @@ STEPS = "--num-steps 128 --warmup-steps 32"
 SHORT = "--num-steps 64 --warmup-steps 16"
 
 
+FP8 = "--weights fp8 --fp8-products"
+
+
 def plan_of(model: str) -> tuple:
-    """Decoding and speculation at batch 256 with every state, then decoding at the other published batch sizes."""
+    """Decoding and speculation at batch 256 with every state, then decoding at the other published batch sizes, and with
+    FP8 weights and activations."""
+    batch = f"--model {model} --batch-size 256"
+    speculated = "--num-steps 64 --warmup-steps 16 --repeats 1"
     return (
-        (decode, f"--model {model} --batch-size 256 {STEPS} {LOW}"),
-        (speculation, f"--model {model} --batch-size 256 --num-steps 64 --warmup-steps 16 --repeats 1 {LOW}"),
+        (decode, f"{batch} {STEPS} {LOW}"),
+        (speculation, f"{batch} {speculated} {LOW}"),
         (decode, f"--model {model} --batch-size 512 --batch-size 128 --batch-size 32 --batch-size 1 {SHORT}"),
+        (decode, f"{batch} {FP8} {SHORT} {LOW}"),
+        (speculation, f"{batch} {FP8} {speculated} {LOW}"),
     )
 
 
