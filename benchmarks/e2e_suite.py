@@ -29,8 +29,7 @@ FP8 = "--weights fp8 --fp8-products"
 
 
 def plan_of(model: str) -> tuple:
-    """Decoding and speculation at batch 256 with every state, then decoding at the other published batch sizes, and with
-    FP8 weights and activations."""
+    """Batch 256 with every state, decoding and speculation; the other published batch sizes; batch 256 in FP8."""
     batch = f"--model {model} --batch-size 256"
     speculated = "--num-steps 64 --warmup-steps 16 --repeats 1"
     return (
