@@ -2,8 +2,9 @@
 
 Method. A figure is the median over replays of one captured graph, divided by the launches in it. Launches rotate over
 slot sets until the state they touch exceeds `COLD_BYTES` (several times any L2), so each finds its state in memory, not
-in the cache; inputs and outputs are small and reused, as activations are. The ring advances: the graph holds a whole
-flush cycle with the positions of every step, and what a replay changes (checkpoint positions) is put back between
+in the cache; inputs and outputs are small and reused, as activations are. A graph holds `MIN_LAUNCHES` launches at least:
+a graph's own start takes 3 to 5 us, which a model's step of many layers pays once. The ring advances: the graph holds a
+whole flush cycle with the positions of every step, and what a replay changes (checkpoint positions) is put back between
 replays, outside the timed region. Bytes are the least that a step must move, from the real tensors' element sizes. The
 ceiling is the best of several plain read (and read-modify-write) kernels on the same amount of memory in the same run.
 """
@@ -26,6 +27,7 @@ from replayssm.plugins.geometry import KernelConfig, compile_target
 from replayssm.plugins.nvrtc import compile_kernel
 
 COLD_BYTES = 512 << 20
+MIN_LAUNCHES, MAX_SETS = 4, 64
 RESULTS = Path(os.environ.get("REPLAYSSM_RESULTS_DIR") or Path(__file__).parent / "results")
 
 
@@ -36,6 +38,11 @@ class Timing:
     median_us: float
     p10_us: float
     p90_us: float
+
+
+def slot_sets(nbytes: int) -> int:
+    """Slot sets that launches rotate over, each of which touches `nbytes`."""
+    return max(MIN_LAUNCHES, min(MAX_SETS, -(-COLD_BYTES // nbytes)))
 
 
 def time_graph(
@@ -94,8 +101,9 @@ def ceilings(nbytes: int, pool: torch.Tensor) -> dict[str, float]:
     unit = 128 << 10
     size = max(unit, nbytes // unit * unit)
     flat = pool.view(torch.uint8).flatten()
-    sets = max(1, min(flat.numel() // size, -(-COLD_BYTES // size), 64))
-    parts = [flat[i * size : (i + 1) * size] for i in range(sets)]
+    wanted = slot_sets(size)
+    sets = max(1, min(flat.numel() // size, wanted))  # more than a cache holds, so that they may be read again
+    parts = [flat[i % sets * size :][:size] for i in range(wanted)]
     result = {}
     for kind, write in (("read", False), ("rmw", True)):
         best = min(

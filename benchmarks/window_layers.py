@@ -7,7 +7,7 @@ from pathlib import Path
 
 import peers
 import torch
-from harness import COLD_BYTES, Results, Timing, ceilings, time_graph
+from harness import Results, Timing, ceilings, slot_sets, time_graph
 
 from replayssm.plugins import geometry as geo
 from replayssm.plugins import launch, reference
@@ -51,7 +51,7 @@ class Layer:
         config: KernelConfig | None = None,
     ) -> None:
         self.geometry, self.settings, self.batch, self.window = geometry, settings, batch, window
-        self.sets = max(1, min(64, -(-COLD_BYTES // (read_bytes(geometry, settings) * batch))))
+        self.sets = slot_sets(read_bytes(geometry, settings) * batch)
         self.state = allocate_state(geometry, settings, batch * self.sets, "cuda")
         self._fill()
         act, tokens = torch_dtype(settings.activation_dtype), batch * window
@@ -390,7 +390,7 @@ def run(
         has_copy = readout != "same"
         for name in names:
             slot = read_bytes(GEOMETRIES[name], ReplaySettings(state_dtype=state_dtype, readout_dtype=readout))
-            limits = {batch: ceilings(batch * (slot if has_copy else 4 << 20), pool) for batch in batches}
+            limits = {batch: ceilings(batch * slot, pool) for batch in batches}
             for window in windows:
                 settings = ReplaySettings(
                     buffer_len=16,

@@ -211,7 +211,8 @@ def window_config(
         defines["U_EXACT"] = int(settings.u_format == "exact")
     if serial:
         defines["BASELINE"] = int(settings.is_baseline)
-    overlaps = kernel == "mamba2_decode" and limits.bulk_copy  # the architectures that have the one have the other
+    # The architectures that have the one have the other.
+    overlaps = kernel in ("mamba2_decode", "gdn_decode", "gdn_window") and limits.bulk_copy
     return KernelConfig(kernel, tuple(sorted(defines.items())), blocks, threads, shared, overlaps)
 
 

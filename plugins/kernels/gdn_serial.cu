@@ -31,12 +31,8 @@ gdn_serial(
         return;
     }
     const long long slot = row.slot;
-    const SerialInputs inputs = {
-        q + (long long)row.start * q_stride + k_column, k + (long long)row.start * k_stride + k_column,
-        v + (long long)row.start * v_stride + v_column, a + (long long)row.start * a_stride + block.head,
-        b + (long long)row.start * b_stride + block.head, q_stride, k_stride, v_stride, a_stride, b_stride,
-        ring_k_in + slot * ring_k_stride + k_column, ring_u_in + slot * ring_u_stride + u_column,
-        ring_g_in + slot * ring_g_stride + block.head, -expf(A_log[block.head]), dt_bias[block.head]};
+    const SerialInputs inputs = SERIAL_INPUTS(row.start, row.slot, block.head, k_column, v_column, u_column,
+                                              -expf(A_log[block.head]), dt_bias[block.head]);
     const bool prefill = row.length > MAX_WINDOW;
     const int history = row.seq_len - row.checkpoint_position;
     const bool flush = history > 0 && history + row.length > BUFFER_LEN;

@@ -20,6 +20,23 @@ struct SerialInputs {
     const float* ring_g;
     float A, dt_bias;
 };
+// Those of a head, from the parameters of an entry: its window starts at token `start`.
+#define SERIAL_INPUTS(start, slot, head, k_column, v_column, u_column, A, bias)                                        \
+    {q + (offset_of(start, q_stride) + (k_column)),                                                                    \
+     k + (offset_of(start, k_stride) + (k_column)),                                                                    \
+     v + (offset_of(start, v_stride) + (v_column)),                                                                    \
+     a + (offset_of(start, a_stride) + (head)),                                                                        \
+     b + (offset_of(start, b_stride) + (head)),                                                                        \
+     q_stride,                                                                                                         \
+     k_stride,                                                                                                         \
+     v_stride,                                                                                                         \
+     a_stride,                                                                                                         \
+     b_stride,                                                                                                         \
+     ring_k_in + (offset_of(slot, ring_k_stride) + (k_column)),                                                        \
+     ring_u_in + (offset_of(slot, ring_u_stride) + (u_column)),                                                        \
+     ring_g_in + (offset_of(slot, ring_g_stride) + (head)),                                                            \
+     A,                                                                                                                \
+     bias}
 
 // L2-normalised and rounded to the activation format, which is what the ring keeps.
 DEVICE void serial_normalize(float (&values)[SERIAL_COLUMNS]) {

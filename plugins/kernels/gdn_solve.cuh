@@ -25,14 +25,16 @@ DEVICE void write_window_matrices(WindowMatrices& matrices, const activation_t* 
             const activation_t* a_row = queries + (lane / 8 % 2 ? MAX_WINDOW * TOKEN_STRIDE : 0) +
                                         row_of(m * 8 + lane % 8) + lane / 16 * 8;
             const activation_t* b_row = queries + MAX_WINDOW * TOKEN_STRIDE + row_of(n * 8 + lane % 8) + lane / 8 % 2 * 8;
-            float score[4] = {0.f, 0.f, 0.f, 0.f};
+            float score[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
             for (int column = 0; column < COLUMNS; column += 16) {
                 u32 a[4], b[2];
                 load_matrix_x4(a, a_row + column);
                 load_matrix_x2(b, b_row + column);
-                mma_16bit<ACTIVATION_FORMAT>(score, a[0], a[1], a[2], a[3], b[0], b[1]);
+                mma_16bit<ACTIVATION_FORMAT>(column / 16 % 2 ? odd : score, a[0], a[1], a[2], a[3], b[0], b[1]);
             }
+#pragma unroll
+            for (int i = 0; i < 4; i++) score[i] += odd[i];
             const int w = m * 8 + g;
             if (w >= MAX_WINDOW) continue;
 #pragma unroll

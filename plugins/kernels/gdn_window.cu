@@ -20,6 +20,8 @@ constexpr int PARTS = HEADS * CTAS_PER_HEAD;  // of a row
 constexpr int BLOCK_HEADS = MAX_PARTS < CTAS_PER_HEAD ? 1 : MAX_PARTS / CTAS_PER_HEAD;
 constexpr int HEAD_STEPS = (BLOCK_HEADS + WARPS - 1) / WARPS;
 static_assert(HEADS_PER_GROUP % BLOCK_HEADS == 0, "a block's parts share a key head");
+// Where a block has two warps for each head, one computes what the window has in itself and one what the history says.
+constexpr bool SHARED_WORK = MAX_WINDOW > 1 && 2 * BLOCK_HEADS <= WARPS;
 
 // U_REPLACES_QUERIES: where the warps keep their queries, the place of the window's q and k is needed no longer when they
 // start on the parts, and becomes that of u.
@@ -133,6 +135,8 @@ gdn_window(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
     u16* const u_past = (U_REPLACES_QUERIES ? shared.queries : shared.u) + warp * (U_ROWS * 16);
     u64* const barriers = shared.barriers[warp];
 
+    wait_for_previous_grid();
+    let_next_grid_start();
     // All that is known before the slot, then all that the slot tells, then the first parts: nothing here waits for more
     // than the row's slot. A fresh sequence ignores the state.
     const int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
@@ -176,6 +180,10 @@ gdn_window(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
         raw[s] = make_uint4(0, 0, 0, 0);
         if (valid) raw[s] = *(const uint4*)advance(from, start + w, is_q ? q_stride : k_stride);
     }
+    // The first part's v, which the warps ask for late, when registers are free, shall then be near.
+    if (warp == WARPS - 1 && lane < copied)
+        for (int row = 0; row < CTA_ROWS; row += 64)
+            prefetch_line(advance(v + (first_part * CTA_ROWS + row), start + lane, v_stride));
     u32 raw_a[HEAD_STEPS] = {}, raw_b[HEAD_STEPS] = {};
 #pragma unroll
     for (int s = 0; s < HEAD_STEPS; s++)
@@ -198,13 +206,9 @@ gdn_window(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
         for (u32 i = 0; i < parts; i++) {
             const Block part = part_of_state(first_part + i);
             const int v_column = part.head * ROWS + part.first_row;
-            const SerialInputs inputs = {
-                q + (offset_of(row.start, q_stride) + k_column), k + (offset_of(row.start, k_stride) + k_column),
-                v + (offset_of(row.start, v_stride) + v_column), a + (offset_of(row.start, a_stride) + part.head),
-                b + (offset_of(row.start, b_stride) + part.head), q_stride, k_stride, v_stride, a_stride, b_stride,
-                ring_k_in + (offset_of(slot, ring_k_stride) + k_column),
-                ring_u_in + (offset_of(slot, ring_u_stride) + (part.head * U_PLANES * ROWS + part.first_row)),
-                ring_g_in + (offset_of(slot, ring_g_stride) + part.head), -expf(A_log[part.head]), dt_bias[part.head]};
+            const SerialInputs inputs =
+                SERIAL_INPUTS(row.start, slot, part.head, k_column, v_column,
+                              part.head * U_PLANES * ROWS + part.first_row, -expf(A_log[part.head]), dt_bias[part.head]);
             const long long state = offset_of(slot, checkpoint_stride) + v_column * COLUMNS;
             finish_other_row(row, skip_prefill, inputs, checkpoint_in + state, checkpoint + state,
                              position + (offset_of(slot, position_stride) + part.tile), o + v_column, error_flag);
@@ -283,9 +287,12 @@ gdn_window(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
         for (u32 i = tid; i < parts * CTA_TILES; i += THREADS)
             advance(position + first.tile, slot, position_stride)[i] = seq_len;
 
+    if (SHARED_WORK)
+        for (int head = WARPS - 1 - warp; head < block_heads; head += WARPS)
+            write_window_matrices(shared.matrices[head], shared.queries, shared.gates[head]);
     // k of the history against all queries, for all heads.
     float scores[HISTORY_TILES][QUERY_TILES][4] = {};
-    if (MAX_WINDOW == 1 || !flush) {
+    if (MAX_WINDOW == 1 || (!flush && (!SHARED_WORK || warp < block_heads))) {
         const activation_t* query_rows[(QUERY_TILES + 1) / 2];
         query_loads(query_rows, shared.queries);
 #pragma unroll
@@ -307,7 +314,8 @@ gdn_window(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
     for (int head = warp; head < block_heads; head += WARPS) {
         if (!flush)
             write_coefficients(coefficients + head * (HISTORY_TILES * QUERY_TILES * 128), scores, shared.gates[head]);
-        if (MAX_WINDOW > 1) write_window_matrices(shared.matrices[head], shared.queries, shared.gates[head]);
+        if (MAX_WINDOW > 1 && !SHARED_WORK)
+            write_window_matrices(shared.matrices[head], shared.queries, shared.gates[head]);
     }
     sync_threads();
     if constexpr (U_REPLACES_QUERIES)

@@ -240,6 +240,9 @@ DEVICE void prefetch_sector(const void* global, bool wanted = true) {
                  : "memory");
 }
 
+// The same for the 128 bytes around an address, into the first-level cache too.
+DEVICE void prefetch_line(const void* global) { asm volatile("prefetch.global.L1 [%0];" ::"l"(global) : "memory"); }
+
 // Matrices of 8 x 8 16-bit elements; lane l names row l % 8 of matrix l / 8 (16-byte aligned). Lane 4 g + t receives
 // elements (g, 2 t) and (g, 2 t + 1) of each matrix; the transposing form (2 t, g) and (2 t + 1, g).
 DEVICE void load_matrix_x4(u32 (&r)[4], const void* row) {

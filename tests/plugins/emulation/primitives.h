@@ -236,6 +236,7 @@ DEVICE void prefetch_sector(const void* global, bool wanted = true) {
 }
 DEVICE void disturb() {}
 DEVICE void hold_until_here(u32&) {}
+DEVICE void prefetch_line(const void* global) { prefetched = *(const unsigned char*)global; }
 DEVICE void wait_for_previous_grid() {}
 DEVICE void let_next_grid_start() {}
 DEVICE long long offset_of(int index, int stride) { return (long long)index * stride; }
