@@ -2,9 +2,9 @@
 
 Method. A figure is the median over replays of one captured graph, divided by the launches in it. Launches rotate over
 slot sets until the state they touch exceeds `COLD_BYTES` (several times any L2), so each finds its state in memory, not
-in the cache; inputs and outputs are small and reused, as activations are. A graph holds `MIN_LAUNCHES` launches at least:
-a graph's own start takes 3 to 5 us, which a model's step of many layers pays once. The ring advances: the graph holds a
-whole flush cycle with the positions of every step, and what a replay changes (checkpoint positions) is put back between
+in the cache; inputs and outputs are small and reused, as activations are. There are `MIN_LAUNCHES` sets at least: to
+start a graph takes 3 to 5 us, which a model's step of many layers pays once. The ring advances: the graph holds a whole
+flush cycle with the positions of every step, and what a replay changes (checkpoint positions) is put back between
 replays, outside the timed region. Bytes are the least that a step must move, from the real tensors' element sizes. The
 ceiling is the best of several plain read (and read-modify-write) kernels on the same amount of memory in the same run.
 """

@@ -116,6 +116,20 @@ def test_ptx_is_what_a_plugin_may_embed(geometry, kernel_cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("geometry", "window"), [(SUPER, 1), (QWEN, 1), (QWEN, 5)], ids=["mamba2_decode", "gdn_decode", "gdn_window"]
+)
+def test_overlapping_kernels_wait_before_they_touch_memory(geometry, window: int, kernel_cache: Path) -> None:
+    """They start while the launch before them writes what they read."""
+    config = geo.window_config(geometry, ReplaySettings(max_window=window), 90)
+    assert config.overlaps
+    assert not geo.window_config(geometry, ReplaySettings(max_window=window), 80).overlaps
+    ptx = nvrtc.compile_kernel(config.kernel, dict(config.defines), 90, "ptx", cache=kernel_cache).image.decode()
+    entry = ptx[ptx.index(".entry") :]
+    touches = re.search(r"\b(ld|st|atom|red|prefetch)\.(?!param)|\bcp\.async", entry)
+    assert entry.index("griddepcontrol.wait") < touches.start()
+
+
+@pytest.mark.parametrize(
     "kernel", ["mamba2_window", "mamba2_decode", "mamba2_serial", "gdn_window", "gdn_decode", "gdn_serial"]
 )
 def test_state_parts_appear_as_inputs_and_as_outputs(kernel: str) -> None:
