@@ -26,6 +26,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -127,11 +128,12 @@ class Measured:
     """What the turns of one variant gave; counts are of the measured steps, texts of all requests by their number.
 
     elapsed_s: from the first measured step to the last, new requests included. device_s: of it, by the kind of captured
-    step that the device was at.
+    step that the device was at. captured: steps that were captured meanwhile, which the time then includes.
     """
 
     elapsed_s: float = 0.0
     device_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    captured: int = 0
     steps: list[Step] = dataclasses.field(default_factory=list)
     calls: int = 0
     drafted: int = 0
@@ -242,6 +244,24 @@ def capture_steps(session: Session, temperature: float) -> None:
     session.capture_prompts()
 
 
+def time_steps(scheduler: Scheduler, steps: int, refill: Callable[[], None], known: Measured) -> None:
+    """Add `steps` steps, each followed by `refill`, to what is known."""
+    session, before = scheduler.session, dataclasses.replace(scheduler.stats)
+    captured = session.captured_steps
+    with DeviceClock(session.device) as clock:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            known.steps.append(one_step(scheduler))
+            refill()
+        known.elapsed_s += time.perf_counter() - begin
+    for kind, seconds in clock.seconds().items():
+        known.device_s[kind] = known.device_s.get(kind, 0.0) + seconds
+    known.captured += session.captured_steps - captured
+    known.calls += scheduler.stats.decode_calls - before.decode_calls
+    known.drafted += scheduler.stats.drafted_tokens - before.drafted_tokens
+    known.accepted += scheduler.stats.accepted_tokens - before.accepted_tokens
+
+
 def run_turn(variant: str, model: Model, order: list[int], batch: int, options: argparse.Namespace, known: Measured):
     """A session of the variant, filled, stepped --num-steps times and freed; the first turn also splits the time."""
     settings = settings_of(variant, options, options.prompt_len + options.output_len * 3 // 2 + 1)
@@ -256,18 +276,8 @@ def run_turn(variant: str, model: Model, order: list[int], batch: int, options: 
         fill(scheduler, requests, made)
         scheduler.step()
     fill(scheduler, requests, made)
-    before = dataclasses.replace(scheduler.stats)
-    with DeviceClock(session.device) as clock:
-        begin = time.perf_counter()
-        for _ in range(max(1, options.num_steps // options.repeats)):
-            known.steps.append(one_step(scheduler))
-            fill(scheduler, requests, made)
-        known.elapsed_s += time.perf_counter() - begin
-    for kind, seconds in clock.seconds().items():
-        known.device_s[kind] = known.device_s.get(kind, 0.0) + seconds
-    known.calls += scheduler.stats.decode_calls - before.decode_calls
-    known.drafted += scheduler.stats.drafted_tokens - before.drafted_tokens
-    known.accepted += scheduler.stats.accepted_tokens - before.accepted_tokens
+    refill = partial(fill, scheduler, requests, made)
+    time_steps(scheduler, max(1, options.num_steps // options.repeats), refill, known)
     if known.split is None and not options.no_profile:
         while is_filling(scheduler):
             scheduler.step()
@@ -277,7 +287,7 @@ def run_turn(variant: str, model: Model, order: list[int], batch: int, options: 
             raise RuntimeError(request.error)
         known.texts[request.number] = max(known.texts.get(request.number, []), request.generated, key=len)
     scheduler.close()
-    del scheduler, session
+    del scheduler, session, refill
     free_memory(device_of(options))
 
 
@@ -317,6 +327,7 @@ def measure(model: Model, order: list[int], batch: int, options: argparse.Namesp
             steps=len(one.steps),
             rows_per_step=round(one.calls / len(one.steps), 1),
             elapsed_s=round(one.elapsed_s, 4),
+            captured_meanwhile=one.captured,
             **one.shares(),
             mixed_steps=sum(step.prompt_tokens > 0 for step in one.steps),
             **{

@@ -290,6 +290,10 @@ class StepGraphs:
         self._graphs: dict[tuple[int, int, str], StepGraph] = {}
         self.last_tokens = None if hidden else torch.zeros(slots + 1, dtype=torch.int64, device=device)
 
+    def __len__(self) -> int:
+        """Graphs captured so far."""
+        return len(self._graphs)
+
     def prepare(self) -> None:
         """Capture windows of every length and number of rows, so that no request waits for it.
 

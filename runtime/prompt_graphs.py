@@ -90,6 +90,10 @@ class PromptGraphs:
         self._tokens = TOKEN_BUCKETS[: useful + 1]
         self._graphs: dict[tuple[int, int], PromptGraph] = {}
 
+    def __len__(self) -> int:
+        """Graphs captured so far."""
+        return len(self._graphs)
+
     def prepare(self) -> None:
         """Capture all of them, so that no request waits for it."""
         for tokens in reversed(self._tokens):

@@ -305,6 +305,12 @@ class Session:
             raise ValueError("this session has no captured steps: create it with graphs=True")
         return graphs.get(rows, window, kind)
 
+    @property
+    def captured_steps(self) -> int:
+        """Graphs that this session has captured so far."""
+        found = (graphs for program in self._programs.values() for graphs in (program.graphs, program.prompts))
+        return sum(len(graphs) for graphs in found if graphs is not None)
+
     def capture_prompts(self) -> None:
         """Capture all prompt steps now, where this session captures them; `warm_up` does so too."""
         if self.captures_prompts:

@@ -114,7 +114,7 @@ def test_serving_lines(tiny: Path, tmp_path: Path) -> None:
     assert list(found["8"]) == ["plain", "replay", "snapshots-ngram", "replay-ngram"]
     for line in found["8"].values():
         assert (line["steps"], line["random_weights"], line["acceptance_forced"]) == (16, True, None)
-        assert line["correct"]
+        assert (line["correct"], line["captured_meanwhile"]) == (True, 0)
         assert line["value"] == line["tokens_per_s"] > 0
     assert found["8"]["plain"]["acceptance_length"] == 1.0
     for name in ("snapshots-ngram", "replay-ngram"):
