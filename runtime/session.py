@@ -8,13 +8,12 @@ rejected draft costs. Longer windows are prefill and stand at once. Rows of all 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
 
 from replayssm.plugins.contract import ReplaySettings
-from replayssm.plugins.manifest import EngineDirectoryError
 from replayssm.plugins.slot_blob import load_slot, save_slot, stagger_tail
 from replayssm.plugins.state import LayerState, commit_all, copy_slot
 from replayssm.plugins.step_ends import LAST_CHOSEN
@@ -23,20 +22,13 @@ from replayssm.runtime.engine import Engine
 from replayssm.runtime.errors import NOT_FINITE, InferenceError
 from replayssm.runtime.executor import Executor
 from replayssm.runtime.program import Program, executor_maker
+from replayssm.runtime.session_checks import check_token_ids, checked_device, unfit
 from replayssm.runtime.step_rows import DraftRow, Finish, Row, StepResult
 
 __all__ = ["LOGITS", "PREFILL_CHUNK", "DraftRow", "Row", "Session", "StepResult", "check_token_ids", "checked_device"]
 
 PREFILL_CHUNK = 256
 LOGITS = ("last", "all", "none")
-
-
-def checked_device(device: torch.device | str) -> torch.device:
-    """`device`; ValueError if it is a GPU that torch cannot use."""
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("torch sees no CUDA device (`replayssm doctor` says why): use device cpu")
-    return device
 
 
 class Session:
@@ -82,24 +74,13 @@ class Session:
                 for name, network in engine.networks.items()
             }
         except (LookupError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
-            raise self._unfit(error) from error
+            raise unfit(error, engine, self.slots, self.device) from error
         most = getattr(self._programs["main"].executor, "max_tokens", prefill_chunk)
         if prefill_chunk > most:
             raise ValueError(f"prefill_chunk {prefill_chunk} is more than the {most} tokens of the engine's plans")
         self._free = list(range(self.slots))
         self._seq_lens: dict[int, int] = {}
         self._windows: dict[int, int] = {}
-
-    def _unfit(self, error: Exception) -> Exception:
-        """What to raise for an error that a checked engine of this version cannot cause, or else `error` itself."""
-        if self.device.type != "cpu" or isinstance(error, InferenceError):
-            return error
-        if isinstance(error, MemoryError) or "allocate memory" in str(error):
-            return ValueError(f"the memory does not hold the weights and the state of {self.slots} sequences ({error})")
-        return EngineDirectoryError(
-            f"the networks of {self.engine.directory} do not fit this version ({type(error).__name__}: {error}): "
-            "rebuild the engine"
-        )
 
     def close(self) -> None:
         """Give back states and captured steps; the session is of no use afterwards."""
@@ -333,7 +314,7 @@ class Session:
                 self.draft_step([DraftRow(slot, [0], 0, result.hidden_states)])
         except (LookupError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
             # Shapes that contradict each other show here first.
-            raise self._unfit(error) from error
+            raise unfit(error, self.engine, self.slots, self.device) from error
         finally:
             self.free(slot)
 
@@ -411,11 +392,3 @@ class Session:
                 f"slot {slot}: {end} tokens are more than the engine's max_seq_len {self.settings.max_seq_len}: "
                 "shorten the text or rebuild the engine with a larger --max-seq-len"
             )
-
-
-def check_token_ids(tokens: Iterable[int], vocab_size: int) -> None:
-    """ValueError for the first token id outside the vocabulary."""
-    tokens = tokens if isinstance(tokens, list) else list(tokens)
-    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        token = next(token for token in tokens if not 0 <= token < vocab_size)
-        raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
