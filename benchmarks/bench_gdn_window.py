@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from window_layers import run
+from window_suite import run
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,20 +1,21 @@
 """Kernels of other projects, where they can be imported, each at the best launch configuration tried.
 
-A standard peer rewrites the whole state for every token; a replay peer keeps a ring as ours does. Both get tensors of
-the same sizes as ours, are timed like ours and checked against our output in the same run. Names begin with the project
-and its version.
+These rewrite the whole state for every token; `replay_peers` holds those that keep a ring as ours do. All get tensors
+of the same sizes as ours, are timed like ours and checked against our output in the same run. Names begin with the
+project and its version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -27,10 +28,10 @@ MAMBA_CONFIGS = ((4, 4), (8, 1), (16, 1), (16, 2))
 
 def mamba2_peers(layer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """name -> call(slots [batch]) returning y: selective_state_update of every importable project, by configuration."""
-    return {**_mamba_ssm(layer), **_flashinfer(layer)}
+    return {**_mamba_ssm(layer), **_vllm(layer), **_flashinfer(layer)}
 
 
-def _per_head(layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def per_head(layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A [H, P, N], D and dt_bias [H, P] as views that repeat one number per head."""
     A_log, D, dt_bias = layer.constants
     H, P, N = layer.geometry.state_shape
@@ -43,7 +44,7 @@ def _flashinfer(layer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
         from flashinfer.mamba import selective_state_update as update
     except ImportError:
         return {}
-    (x, dt, B, C), A, D, dt_bias = _windows(layer), *_per_head(layer)
+    (x, dt, B, C), A, D, dt_bias = windows_of(layer), *per_head(layer)
     out = torch.empty_like(x)
 
     def call(slots: torch.Tensor, algorithm: str) -> torch.Tensor:
@@ -59,76 +60,17 @@ def _flashinfer(layer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
         )  # fmt: skip
         return out.view_as(layer.inputs[0])
 
-    name = f"flashinfer {_version('flashinfer-python')} {{}}"
+    name = f"flashinfer {version_of('flashinfer-python')} {{}}"
     return {name.format(one): partial(call, algorithm=one) for one in ("simple", "vertical", "horizontal")}
 
 
-def _windows(layer) -> tuple[torch.Tensor, ...]:
+def windows_of(layer) -> tuple[torch.Tensor, ...]:
     """x, dt, B, C as [batch, ...] of single tokens or [batch, window, ...], dt repeated over a head's rows."""
     x, dt, B, C = layer.inputs
     inputs = x, dt[..., None].expand(*dt.shape, x.shape[2]), B, C
     if layer.window == 1:
         return inputs
     return tuple(tensor.unflatten(0, (layer.batch, layer.window)) for tensor in inputs)
-
-
-class ReplayPeer:
-    """flashinfer's checkpointing_ssu over a layer's state, with rings of its own in that kernel's layout.
-
-    The host keeps this kernel's cursors: the number of tokens in each slot's ring, and the ring's first entry (0 here).
-    """
-
-    def __init__(self, layer) -> None:
-        from flashinfer.mamba import allocate_checkpointing_ssu_scratch, checkpointing_ssu
-
-        self._run, self.layer = checkpointing_ssu, layer
-        (H, P, N), g, settings = layer.geometry.state_shape, layer.geometry, layer.settings
-        slots, length = layer.state.slots, settings.buffer_len + layer.window
-        self._inputs = [tensor.unflatten(0, (layer.batch, layer.window)) for tensor in layer.inputs]
-        x, dt = self._inputs[:2]
-        self._inputs[1] = dt[..., None].expand(*dt.shape, P)
-        self._x = torch.zeros(slots, H, length, P, device=x.device, dtype=x.dtype)
-        self._B = torch.zeros(slots, g.ngroups, length, N, device=x.device, dtype=x.dtype)
-        self._dt = torch.zeros(slots, H, length, device=x.device)
-        self._first = torch.zeros(slots, device=x.device, dtype=torch.int32)
-        self._constants, self._out = _per_head(layer), torch.empty_like(x)
-        scratch = allocate_checkpointing_ssu_scratch(
-            layer.batch, H, layer.window, settings.buffer_len, x.dtype, x.device
-        )
-        self._scratch = dict(zip(("cb_scaled", "cumAdt_vec", "cb_old"), scratch, strict=True))
-
-    def copy_rings(self, position: int, history: int) -> None:
-        """The last `history` tokens before `position` from the layer's rings."""
-        state, length = self.layer.state, self.layer.settings.ring_len
-        for i in range(history):
-            entry = (position - history + i) % length
-            self._x[:, :, i].copy_(state["ring_x"][:, entry])
-            self._B[:, :, i].copy_(state["ring_B"][:, entry])
-            self._dt[:, :, i].copy_(state["ring_dt"][:, entry])
-
-    def calls(self) -> dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
-        """name -> call(slots [batch], history of every slot) returning y, for every launch configuration tried."""
-        name = f"flashinfer {_version('flashinfer-python')} checkpointing_ssu"
-        variants = {"": self._scratch | {"algorithm": "two-kernel"}, " monolith": {"algorithm": "monolith"}}
-        return {f"{name}{label}": partial(self._call, options=options) for label, options in variants.items()}
-
-    def _call(self, slots: torch.Tensor, history: torch.Tensor, options: dict) -> torch.Tensor:
-        (x, dt, B, C), (A, D, dt_bias) = self._inputs, self._constants
-        self._run(
-            self.layer.state["checkpoint"], self._x, self._B, self._dt, self._first, history, x, dt, A, B, C, self._out,
-            D=D, dt_bias=dt_bias, dt_softplus=True, state_batch_indices=slots, enable_pdl=True, **options,
-        )  # fmt: skip
-        return self._out.flatten(0, 1)
-
-
-def replay_peer(layer) -> ReplayPeer | None:
-    """None where flashinfer cannot be imported or has no such kernel (0.7.4 does not compile for heads of 80 rows)."""
-    if layer.geometry.headdim % 32:
-        return None
-    try:
-        return ReplayPeer(layer)
-    except ImportError:
-        return None
 
 
 def _mamba_ssm(layer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -142,7 +84,7 @@ def _mamba_ssm(layer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     g, state = layer.geometry, layer.state["checkpoint"]
     x, dt, B, C = layer.inputs
     H, P, N = g.state_shape
-    (A, D, dt_bias), dt = _per_head(layer), dt[:, :, None].expand(-1, H, P)
+    (A, D, dt_bias), dt = per_head(layer), dt[:, :, None].expand(-1, H, P)
     out = torch.empty_like(x)
 
     def call(slots: torch.Tensor, rows: int, warps: int) -> torch.Tensor:
@@ -153,11 +95,36 @@ def _mamba_ssm(layer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
         )  # fmt: skip
         return out
 
-    name = f"mamba-ssm {_version('mamba-ssm')}"
+    name = f"mamba-ssm {version_of('mamba-ssm')}"
     return {
         f"{name} rows {rows} warps {warps}": lambda slots, rows=rows, warps=warps: call(slots, rows, warps)
         for rows, warps in MAMBA_CONFIGS
         if P % rows == 0 or rows <= P
+    }
+
+
+def _vllm(layer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """vLLM's selective_state_update with the configuration it chooses for this GPU itself, and with `MAMBA_CONFIGS`."""
+    if layer.window > 1:
+        return {}
+    try:
+        from vllm.model_executor.layers.mamba.ops import mamba_ssm
+    except ImportError:
+        return {}
+    (x, dt, B, C), (A, D, dt_bias) = windows_of(layer), per_head(layer)
+    out = torch.empty_like(x)
+
+    def call(slots: torch.Tensor, config: tuple[int, int] | None) -> torch.Tensor:
+        with mamba_ssm.override_ssm_config(config) if config else nullcontext():
+            mamba_ssm.selective_state_update(
+                layer.state["checkpoint"], x, dt, A, B, C, D, dt_bias, dt_softplus=True, state_batch_indices=slots,
+                null_block_id=-1, out=out,
+            )  # fmt: skip
+        return out
+
+    name = f"vllm {version_of('vllm')}"
+    return {f"{name} own choice": partial(call, config=None)} | {
+        f"{name} rows {rows} warps {warps}": partial(call, config=(rows, warps)) for rows, warps in MAMBA_CONFIGS
     }
 
 
@@ -194,7 +161,7 @@ def gdn_peers(layer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
         )  # fmt: skip
         return out
 
-    name = f"fla {_version('flash-linear-attention')} fused_recurrent"
+    name = f"fla {version_of('flash-linear-attention')} fused_recurrent"
     return {
         f"{name} rows {rows} warps {warps}{' in place' if in_place else ''}": (
             lambda slots, config=(rows, warps, in_place): call(slots, *config)
@@ -220,7 +187,7 @@ def mamba2_prefill_peers(prompt) -> dict[str, list[Callable[[], torch.Tensor]]]:
         return y
 
     return {
-        f"mamba-ssm {_version('mamba-ssm')} chunk {chunk}": [
+        f"mamba-ssm {version_of('mamba-ssm')} chunk {chunk}": [
             lambda inputs=inputs, chunk=chunk: call(inputs, chunk) for inputs in prompt.inputs
         ]
         for chunk in (128, 256)
@@ -245,5 +212,5 @@ def gdn_prefill_peers(prompt) -> dict[str, list[Callable[[], torch.Tensor]]]:
             )  # fmt: skip
         return o
 
-    name = f"fla {_version('flash-linear-attention')} chunk"
+    name = f"fla {version_of('flash-linear-attention')} chunk"
     return {name: [lambda inputs=inputs: call(inputs) for inputs in prompt.inputs]}

@@ -1,13 +1,9 @@
-"""Decode, verify and flush of one replay layer: our kernels and our plain baseline over batch sizes and fill levels."""
+"""One replay layer: its launches at given fill levels, a figure of them, and a check against the reference."""
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-
-import peers
 import torch
-from harness import Results, Timing, ceilings, slot_sets, time_graph
+from harness import Results, slot_sets, time_graph
 
 from replayssm.plugins import geometry as geo
 from replayssm.plugins import launch, reference
@@ -22,9 +18,6 @@ from replayssm.plugins.contract import (
 from replayssm.plugins.geometry import KernelConfig
 from replayssm.plugins.reference.formats import RandomKey, load_checkpoint, store_state
 from replayssm.plugins.state import LayerState, allocate_state, torch_dtype
-
-PEER_ERROR = 1e-2
-"""Of a peer's outputs, relative to our baseline's: peers round operands and outputs to bf16 (2^-9 each)."""
 
 POSITION = 1000
 """seq_len of every row in the first step; history lies behind it."""
@@ -212,105 +205,6 @@ def measure(
     )
 
 
-def measure_peers(
-    results: Results, name: str, batch: int, window: int, ceiling: dict[str, float], only: set[str] | None = None
-) -> set[str]:
-    """The fastest configuration (or those in `only`) of every importable project, checked against our baseline.
-
-    Returns their names.
-    """
-    geometry = GEOMETRIES[name]
-    layer = Layer(geometry, ReplaySettings(buffer_len=0, max_window=window), batch, window)
-    find = peers.mamba2_peers if isinstance(geometry, Mamba2Geometry) else peers.gdn_peers
-    best: dict[str, tuple[Timing, str]] = {}
-    for variant, call in find(layer).items():
-        if only is not None and variant not in only:
-            continue
-        try:
-            kept = layer.state["checkpoint"][:batch].clone()
-            value = call(layer.slots[0]).double()
-            layer.state["checkpoint"][:batch].copy_(kept)
-            layer.launches([0])[0]()
-            error = float((value - layer.out.double()).norm() / layer.out.double().norm())
-            timing = time_graph([lambda slots=slots, call=call: call(slots) for slots in layer.slots])
-        except Exception as problem:  # a peer that does not run here must not hide the others
-            print(f"peer {name} {variant}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
-            continue
-        print(
-            f"peer {name} B={batch} W={window} {variant}: {timing.median_us:.1f} us, differs by {error:.1e}", flush=True
-        )
-        if not error < PEER_ERROR:  # no measurement of this operator
-            continue
-        project = variant.split()[0]
-        if project not in best or timing.median_us < best[project][0].median_us:
-            best[project] = (timing, variant)
-    for timing, variant in best.values():
-        results.add(
-            timing,
-            layer.step_bytes(torch.zeros(1)),
-            ceiling["rmw"],
-            op="peer",
-            geometry=name,
-            batch=batch,
-            window=window,
-            state_dtype="float32",
-            readout_dtype="same",
-            L=0,
-            fill="flush",
-            variant=variant,
-            correct=True,
-        )
-    return {variant for _, variant in best.values()}
-
-
-def measure_replay_peer(
-    results: Results, name: str, settings: ReplaySettings, batch: int, window: int, advance: int, ceiling: dict
-) -> None:
-    """The importable replay kernel of another project at the same fills as ours, checked against ours."""
-    layer = Layer(GEOMETRIES[name], settings, batch, window)
-    peer = peers.replay_peer(layer)
-    if peer is None:
-        return
-    flushing = settings.buffer_len - window + 1
-    for variant, call in peer.calls().items():
-        try:
-            error = max(_replay_error(layer, peer, call, history) for history in (settings.buffer_len // 2, flushing))
-            for fill in ("desync", 8, "flush"):
-                cycle = fill_cycle(settings, batch, window, fill, advance)[2]
-                counts = [row.expand(batch).to("cuda", torch.int32).repeat(layer.sets) for row in cycle]
-                launches = [partial(call, slots, count) for count in counts for slots in layer.slots]
-                results.add(
-                    time_graph(launches),
-                    layer.step_bytes(cycle),
-                    ceiling["rmw" if fill == "flush" else "read"],
-                    op="replay_peer",
-                    geometry=name,
-                    batch=batch,
-                    window=window,
-                    state_dtype=settings.state_dtype,
-                    readout_dtype="same",
-                    L=settings.buffer_len,
-                    fill=fill,
-                    variant=variant,
-                    correct=error < PEER_ERROR,
-                )
-        except Exception as problem:  # as above
-            print(f"peer {name} {variant}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
-
-
-def _replay_error(layer: Layer, peer: peers.ReplayPeer, call, history: int) -> float:
-    """Of a replay peer's outputs at this history of every row, relative to ours; the checkpoint is put back."""
-    layer.set_history(torch.tensor([history]))
-    peer.copy_rings(POSITION, history)
-    kept = layer.state["checkpoint"][: layer.batch].clone()
-    counts = torch.full((layer.state.slots,), history, device="cuda", dtype=torch.int32)
-    value = call(layer.slots[0], counts).double()
-    layer.state["checkpoint"][: layer.batch].copy_(kept)
-    layer.launches([0])[0]()
-    layer.state["checkpoint"][: layer.batch].copy_(kept)
-    return float((value - layer.out.double()).norm() / layer.out.double().norm())
-
-
 def check(name: str, settings: ReplaySettings, window: int, cta_rows: int | None = None) -> bool:
     """One mixed step (plain, flushing, fresh) against the reference at the real geometry."""
     layer = Layer(GEOMETRIES[name], settings, 3, window, cta_rows)
@@ -355,63 +249,3 @@ def check(name: str, settings: ReplaySettings, window: int, cta_rows: int | None
     errors = f"out {error:.1e} state {state_error:.1e}"
     print(f"check {name} W={window} {settings.state_dtype} L={L}: {errors} {'ok' if ok else 'WRONG'}", flush=True)
     return ok
-
-
-def tuned_rows(results: Results, name: str, settings: ReplaySettings, batch: int, window: int, ceiling: dict) -> int:
-    """Rows per block that are fastest over a desynchronised cycle; `geometry.TABLE` is chosen from these."""
-    rows, tiles, times = GEOMETRIES[name].state_shape[1], GEOMETRIES[name].row_tiles, {}
-    for count in geo.row_candidates(rows, tiles):
-        line = measure(
-            results, name, settings, batch, window, "desync", 1 if window == 1 else 3, ceiling, False, count, "tuning"
-        )
-        times[line["median_us"]] = count
-    return times[min(times)]
-
-
-def run(
-    benchmark: str,
-    names: list[str],
-    batches: list[int],
-    windows: list[int],
-    formats: list[str],
-    tune: bool = False,
-    directory: Path | None = None,
-) -> None:
-    """All figures of some geometries, each variant checked first.
-
-    tune: try all rows per block at the first batch size and use the fastest, rather than those of the launch tables.
-    formats: state_dtype, or state_dtype:state_rounding:readout_dtype. With a readout, ceilings are those of its size;
-    the plain baseline keeps fp32.
-    """
-    results = Results(benchmark, directory)
-    pool = torch.randn(544 << 20, device="cuda")
-    for chosen in formats:
-        state_dtype, rounding, readout = (*chosen.split(":"), "nearest", "same")[:3]
-        has_copy = readout != "same"
-        for name in names:
-            slot = read_bytes(GEOMETRIES[name], ReplaySettings(state_dtype=state_dtype, readout_dtype=readout))
-            limits = {batch: ceilings(batch * slot, pool) for batch in batches}
-            for window in windows:
-                settings = ReplaySettings(
-                    buffer_len=16,
-                    max_window=window,
-                    state_dtype=state_dtype,
-                    state_rounding=rounding,
-                    readout_dtype=readout,
-                )
-                plain = ReplaySettings(
-                    buffer_len=0, max_window=window, state_dtype="float32" if has_copy else state_dtype
-                )
-                rows = tuned_rows(results, name, settings, batches[0], window, limits[batches[0]]) if tune else None
-                ours_ok = check(name, settings, window, rows)
-                plain_ok = check(name, plain, window)
-                known = None
-                for batch in batches:
-                    advance, limit = 1 if window == 1 else 3, limits[batch]
-                    for fill in ("desync", 8, "flush"):
-                        measure(results, name, settings, batch, window, fill, advance, limit, ours_ok, rows)
-                    measure(results, name, plain, batch, window, "flush", advance, limit, plain_ok, variant="plain")
-                    if state_dtype == "float32":
-                        known = measure_peers(results, name, batch, window, limit, known)
-                        if isinstance(GEOMETRIES[name], Mamba2Geometry):
-                            measure_replay_peer(results, name, settings, batch, window, advance, limit)
