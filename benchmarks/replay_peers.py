@@ -83,12 +83,11 @@ class FlashInfer(ReplayPeer):
 
 
 VLLM_CONFIGS = (
-    (16, 1, 64, 128, 2), (16, 1, 128, 128, 2), (16, 1, 64, 64, 2), (16, 2, 64, 128, 2), (16, 2, 128, 128, 2),
-    (32, 1, 64, 64, 2), (32, 2, 64, 64, 2), (32, 2, 128, 128, 2), (32, 4, 128, 128, 2), (64, 1, 32, 64, 2),
-    (64, 2, 64, 64, 2), (64, 4, 64, 64, 2), (64, 4, 128, 128, 2),
+    (16, 1, 64, 128, 2), (16, 1, 64, 64, 2), (16, 1, 128, 128, 2), (16, 2, 128, 128, 2), (32, 1, 64, 64, 2),
+    (32, 2, 64, 64, 2), (64, 1, 32, 64, 2),
 )  # fmt: skip
-"""(rows per program, warps, columns per pass without and with a fold, stages); the first is what vLLM picks on Hopper,
-(64, 1, ...) what it picks on Blackwell."""
+"""(rows per program, warps, columns per pass without and with a fold, stages). The first is what vLLM picks on Hopper,
+the last what it picks on Blackwell; the others are the fastest of thirteen tried on an H200 at batch 256."""
 
 
 class Vllm(ReplayPeer):

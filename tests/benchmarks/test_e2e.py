@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -226,15 +227,29 @@ class FakeVllm:
 
 def test_vllm_is_driven_as_documented(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", FakeVllm)
+    monkeypatch.setattr(os, "environ", {**os.environ})
     options = ["--model", "qwen4b", "--batch-size", "3", "--num-steps", "5", "--device", "cpu"]
     (line,) = lines(e2e_vllm.main([*options, "--output", str(tmp_path / "out.jsonl")]))
     assert (line["variant"], line["geometry"], line["batch"], line["random_weights"]) == ("vllm 0.0", "qwen4b", 3, True)
     assert (FakeVllm.made["load_format"], FakeVllm.made["max_num_seqs"]) == ("dummy", 3)
-    assert FakeVllm.made["config"]["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    config = FakeVllm.made["config"]
+    assert (config["architectures"], config["model_type"]) == (["Qwen3_5ForCausalLM"], "qwen3_5_text"), "no image part"
+    assert FakeVllm.made["additional_config"] == {"gdn_prefill_backend": "triton"}, "flashinfer is not here"
     llm = FakeVllm.LLM
     monkeypatch.setattr(FakeVllm, "LLM", lambda **options: (llm(**options), FakeVllm.made.update(short=8))[0])
     with pytest.raises(RuntimeError, match=r"generated \[7\] tokens instead of 8"):
         e2e_vllm.main([*options, "--output", str(tmp_path / "out.jsonl")])
+
+
+def test_vllms_own_replay_is_a_variant_of_its_own(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", FakeVllm)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    options = ["--model", "nano4b", "--batch-size", "2", "--num-steps", "5", "--device", "cpu", "--replay"]
+    extra = ["--engine-args", '{"max_num_seqs": 7}', "--output", str(tmp_path / "out.jsonl")]
+    (line,) = lines(e2e_vllm.main([*options, *extra]))
+    assert (line["variant"], line["L"]) == ("vllm 0.0 replay", 16)
+    made = FakeVllm.made
+    assert (made["use_replayssm"], made["replayssm_buffer_len"], made["max_num_seqs"]) == (True, 16, 7)
 
 
 def test_kernel_records_are_split_by_class_and_launch() -> None:
