@@ -165,7 +165,7 @@ def beside_peer(lines: list[Line], plain: Line, replay: Line) -> str:
     found = [
         line["median_us"]
         for line in select(lines, geometry=shape_of(plain), batch=plain["batch"], window=1, state_dtype="float32")
-        if line["benchmark"] in KERNEL_BENCHMARKS and line["variant"] not in ("ours", "plain", "tuning")
+        if line["benchmark"] in KERNEL_BENCHMARKS and line["op"] == "peer"
     ]
     if not found or "ssm_us" not in plain or plain["layers"] != plain["layers_total"]:
         return ""
@@ -408,6 +408,7 @@ def render(lines: list[Line]) -> str:
     # Here, because they are made of what this module has.
     from report_parallel import parallel_table
     from report_serving import serving_table
+    from report_vllm import vllm_table
 
     page = (ROOT / "report.md").read_text(encoding="utf-8")
     parts = {
@@ -415,6 +416,7 @@ def render(lines: list[Line]) -> str:
         "steps": step_table(lines),
         "batches": batch_table(lines),
         "split": split_table(lines),
+        "vllm": vllm_table(lines),
         "parallel": parallel_table(lines),
         "speculation": speculation_table(lines),
         "natural": natural_table(lines),

@@ -12,6 +12,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import report
 import report_parallel
 import report_serving
+import report_vllm
 
 BENCHMARKS = report.ROOT
 
@@ -29,6 +30,7 @@ def decode_line(variant: str, **changes) -> dict:
         "L": 0 if variant == "plain" else 16, "layers": 42, "layers_total": 42, "context": [1, 2], "commit": "c",
         "median_us": 3000.0 if variant == "plain" else 2000.0, "speedup": 1.5, "speedup_p10": 1.4, "speedup_p90": 1.6,
         "tokens_per_s": 1e5, "correct": True, "gpu": "NVIDIA H200", "date": "2026-01-01",
+        "state_dtype": "float32", "readout_dtype": "same",
     }  # fmt: skip
     return {**line, **changes}
 
@@ -67,10 +69,23 @@ def test_a_faster_peer_takes_the_place_of_our_plain_kernel() -> None:
     """21 recurrent layers of Nano-4B: a peer of 50 us takes 950 us off a plain step whose state kernels took 2,000."""
     plain, replay = decode_line("plain", ssm_us=2000.0), decode_line("replay")
     peer = {"benchmark": "mamba2_window", "geometry": "nano4b", "batch": 512, "window": 1, "state_dtype": "float32"}
+    peer["op"] = "peer"
     peers = [{**peer, "variant": "slow 1.0", "median_us": 99.0}, {**peer, "variant": "fast 1.0", "median_us": 50.0}]
-    assert report.beside_peer([*peers, {**peer, "variant": "ours", "median_us": 1.0}], plain, replay) == "1.02x"
+    others = [{**peer, "op": op, "variant": op, "median_us": 1.0} for op in ("mamba2_window", "replay_peer")]
+    assert report.beside_peer([*peers, *others], plain, replay) == "1.02x", "others do not rewrite the state"
     assert report.beside_peer(peers[:1], plain, replay) == "1.50x", "a slower one does not"
     assert report.beside_peer([], plain, replay) == ""
+
+
+def test_vllms_steps_stand_beside_our_newest() -> None:
+    old = decode_line("replay", tokens_per_s=1.0, date="2026-01-01")
+    plain, new = (decode_line(name, tokens_per_s=90000.0, date="2026-01-02") for name in ("plain", "replay"))
+    theirs = decode_line("vllm 0.33.0 replay", tokens_per_s=60000.0)
+    other = decode_line("replay", batch=1, tokens_per_s=5.0, date="2026-01-03")
+    rows = report_vllm.vllm_table([old, plain, new, theirs, other]).splitlines()[2:]
+    assert len(rows) == 1
+    assert "| vllm 0.33.0 replay |" in rows[0]
+    assert rows[0].endswith("| 90,000 | **1.50x** |")
 
 
 def test_missing_figures_are_said_to_be_missing() -> None:
