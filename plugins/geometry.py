@@ -103,9 +103,11 @@ REGISTERS_WANTED = {"mamba2_window": 96, "mamba2_decode": 96, "gdn_decode": 96}
 """Registers per thread below which a kernel would spill (104 where nothing is said); limits how many blocks are asked
 for."""
 
-REGISTERS_OF_SMALL_DECODE = 72
-"""The same for decode kernels of 16-bit states, whose small tiles gain from more blocks. H200, batch 256, by blocks per
-multiprocessor: super120b 5: 206 us, 6: 188, 7: 175, 8: 176; nano4b 4: 190, 5: 177, 6: 168 with spills."""
+REGISTERS_OF_SMALL_DECODE = {4: 80, 2: 72}
+"""The same for Mamba2 decode kernels of at most 128 columns and 16 tokens of history, by bytes of a state element; their
+small tiles gain from more blocks. H200, batch 256, by blocks per multiprocessor: 16-bit states super120b 5: 206 us,
+6: 188, 7: 175, 8: 176; nano4b 4: 190, 5: 177, 6: 168 with spills. fp32 nano4b 4: 263.2, 5: 260.9; super120b 5: 278.2,
+6: 278.1 (a flush of every row 570 and 566)."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -182,8 +184,9 @@ def window_config(
         gdn = gdn_geometry.parts_defines(geometry, settings, arch, count, embedded)
         shared = gdn_geometry.shared_bytes(geometry, settings, count, **gdn)
     threads = 32 * (round_up(count, 16) // 16)
-    small = kernel == "mamba2_decode" and _state_bytes(settings) == 2 and columns <= 128 and settings.buffer_len <= 16
-    registers = REGISTERS_OF_SMALL_DECODE if small else REGISTERS_WANTED.get(kernel, 104)
+    registers = REGISTERS_WANTED.get(kernel, 104)
+    if kernel == "mamba2_decode" and columns <= 128 and settings.buffer_len <= 16:
+        registers = REGISTERS_OF_SMALL_DECODE[_state_bytes(settings)]
     if gdn:
         registers = gdn_geometry.registers_wanted(settings, arch, gdn["STAGES"])
     min_ctas = max(1, min(limits.shared_per_sm // (shared + 1024), REGISTERS_PER_SM // (threads * registers), 16))
@@ -191,7 +194,9 @@ def window_config(
     if kernel == "gdn_window":  # qwen122b, windows of 5: 378 us at 0, 381 with what the next block needs asked for
         ahead_rows = 0
     elif ahead_rows is None:
-        ahead_rows = _ahead_rows(limits, min_ctas, blocks, count * columns * _state_bytes(settings))
+        tile_bytes = count * columns * _state_bytes(settings)
+        fp32_decode = kernel == "mamba2_decode" and _state_bytes(settings) == 4
+        ahead_rows = _ahead_rows(limits, min_ctas, blocks, tile_bytes, beyond=not fp32_decode)
     defines = {
         **geometry_defines(geometry),
         "ROW_TILES": geometry.row_tiles,
@@ -355,11 +360,16 @@ def _default_cta_rows(kernel: str, candidates: list[int], row_bytes: int) -> int
     return max((count for count in candidates if count * row_bytes <= 40 * 1024), default=min(candidates, default=8))
 
 
-def _ahead_rows(limits: Architecture, ctas_per_sm: int, blocks_per_row: int, tile_bytes: int) -> int:
-    """Rows of the batch by which a block looks ahead: just beyond the blocks that run at once. 0 where their tiles,
-    passing through the second-level cache, would fill most of it. H200, decode, batch 256, fp32, desynchronised:
-    super120b 326 us at 0, 291 at 4 and 6, 296 at 8, 303 at 12; qwen122b 297 at 0, 292 at 4, 291 at 7, 293 at 8."""
-    ahead = -(-limits.multiprocessors * ctas_per_sm * 5 // (blocks_per_row * 4))
+def _ahead_rows(limits: Architecture, ctas_per_sm: int, blocks_per_row: int, tile_bytes: int, beyond: bool) -> int:
+    """Rows of the batch by which a block looks ahead: those whose blocks run at once, or just beyond them.
+
+    0 where their tiles, passing through the second-level cache, would fill most of it. H200, batch 256, fp32,
+    desynchronised: qwen122b 297 us at 0, 292 at 4, 291 at 7, 293 at 8. Mamba2 decode gains nothing beyond: super120b
+    278.1 at 6 and 7, 280.0 at 10, and a flush of every row 566, 569 and 575; nano4b 260.9 at 6, 261.1 at 8, 261.7 at
+    10, and 532, 537 and 542.
+    """
+    at_once = limits.multiprocessors * ctas_per_sm
+    ahead = -(-at_once * 5 // (blocks_per_row * 4)) if beyond else at_once // blocks_per_row
     return ahead if ahead * blocks_per_row * tile_bytes <= limits.l2_mib << 19 else 0
 
 
@@ -392,7 +402,10 @@ def _shared_bytes(kernel: str, geometry: Mamba2Geometry | GdnGeometry, settings:
     if kernel == "mamba2_decode":
         parked = padded * 16 if _state_bytes(settings) == 2 else 8
         partials = min(-(-columns // 32), padded // 16) * (history + 1) * 4
-        total = tile + history * values + history * row + columns * 2 + partials + 4 + parked
+        overlaid = _state_bytes(settings) == 4  # B of a fold takes the place of x then, and is dense
+        folded = history * (columns * 2 if overlaid and columns % 64 == 0 else row)
+        parts = (max(history * values + partials, folded), 16) if overlaid else (history * values + partials, folded)
+        total = tile + round_up(parts[0], 16) + parts[1] + columns * 2 + 4 + parked
     elif kernel == "mamba2_window":
         tokens = history + window_rows
         coefficients = window_rows * (tokens + 4) * 4

@@ -30,12 +30,25 @@ constexpr int DOT_STEPS = (COLUMNS + DOT_COLUMNS - 1) / DOT_COLUMNS;
 // shared memory.
 constexpr bool PARKS = STATE_FORMAT != FORMAT_FP32;
 
+// With fp32 states shared memory is short: what x and the B of a fold would take together costs a block per
+// multiprocessor, and a fold needs B once it has x in registers. That B is dense, and swizzled, where a row has whole
+// groups of 8 chunks.
+constexpr bool OVERLAID = !PARKS;
+constexpr bool SWIZZLED = OVERLAID && COLUMNS % 64 == 0;
+constexpr int FOLDED_STRIDE = SWIZZLED ? COLUMNS : TOKEN_STRIDE;
+
+struct Tokens {
+    alignas(16) activation_t x[HISTORY_ROWS * VALUE_STRIDE];
+    float partial[PARTIALS][HISTORY_ROWS + 1];  // of B . C; the last is the new token's
+};
 struct Shared {
     alignas(128) state_t tile[PADDED_ROWS * COLUMNS];
-    alignas(16) activation_t x[HISTORY_ROWS * VALUE_STRIDE];
-    alignas(16) activation_t B[HISTORY_ROWS * TOKEN_STRIDE];  // of a history that is folded
-    alignas(16) activation_t C[COLUMNS];                      // then too
-    float partial[PARTIALS][HISTORY_ROWS + 1];                // of B . C; the last is the new token's
+    union {
+        Tokens past;
+        alignas(16) activation_t overlaid_B[OVERLAID ? HISTORY_ROWS * FOLDED_STRIDE : 8];
+    };
+    alignas(16) activation_t separate_B[OVERLAID ? 8 : HISTORY_ROWS * FOLDED_STRIDE];
+    alignas(16) activation_t C[COLUMNS];  // where a history is folded
     float new_dt;
     float parked[2][PARKS ? THREADS : 1];
     alignas(8) u64 barrier;
@@ -85,6 +98,27 @@ struct History {
     }
 };
 
+// Element (row, column) of the folded B; columns in 8s are not torn apart. Rows 2 t and the next lie in banks of their own.
+DEVICE int folded_at(int row, int column) {
+    return row * FOLDED_STRIDE + (SWIZZLED ? column ^ (row / 2 % 4 * 16) : column);
+}
+DEVICE void store_folded(activation_t* B, const uint4 (&history)[SCORE_STEPS][HISTORY_BLOCKS]) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int s = 0; s < SCORE_STEPS; s++)
+#pragma unroll
+        for (int r = 0; r < HISTORY_BLOCKS; r++)
+            if (score_column_exists(s))
+                *(uint4*)(B + folded_at(8 * r + lane / 4, (warp + s * WARPS) * 32 + 8 * (lane % 4))) = history[s][r];
+}
+struct FoldedTokens {
+    const activation_t* rows;
+
+    DEVICE_MEMBER u32 pair(int k, int odd, int column) const {
+        return *(const u32*)(rows + folded_at(k * 8 + 2 * ((int)threadIdx.x % 4) + odd, column));
+    }
+};
+
 // sum += s . query over the lane's columns, in one order wherever it runs.
 DEVICE void add_products(float& sum, const float (&s)[LANE_COLUMNS], const float (&query)[LANE_COLUMNS]) {
 #pragma unroll
@@ -128,7 +162,7 @@ DEVICE float dot(const state_t* tile, const u32 (&query)[DOT_STEPS][LANE_COLUMNS
 
 // Folds the history, stores the state and returns the stored state's product with the query for the lane's own row.
 DEVICE float fold_and_dot(const state_t* tile, state_t* global, bool has_state, float decay,
-                          const float (&values)[HISTORY_BLOCKS][4], const activation_t* tokens,
+                          const float (&values)[HISTORY_BLOCKS][4], const FoldedTokens& tokens,
                           const activation_t* query) {
     const int lane = threadIdx.x % 32, t = lane % 4;
     // Rows g and g + 8; blocks of columns alternate between two sums, which two lanes hold in `dot`.
@@ -274,24 +308,20 @@ mamba2_decode(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
     }
     if (warp < PARTIALS && t == 0) {
 #pragma unroll
-        for (int r = 0; r < HISTORY_BLOCKS; r++) shared.partial[warp][8 * r + g] = score[r / 2][r % 2 * 2];
-        if (g == 0) shared.partial[warp][HISTORY_ROWS] = new_score[0];
+        for (int r = 0; r < HISTORY_BLOCKS; r++) shared.past.partial[warp][8 * r + g] = score[r / 2][r % 2 * 2];
+        if (g == 0) shared.past.partial[warp][HISTORY_ROWS] = new_score[0];
     }
-    if (flush)
+    if (flush) {
 #pragma unroll
-        for (int s = 0; s < SCORE_STEPS; s++) {
-            const u32 column = (warp + s * WARPS) * 32 + 8 * t;
-            if (!score_column_exists(s)) continue;
-            if (g == 0) *(uint4*)(shared.C + column) = score_C[s];
-#pragma unroll
-            for (int r = 0; r < HISTORY_BLOCKS; r++)
-                *(uint4*)(shared.B + (8 * r + g) * TOKEN_STRIDE + column) = past.B[s][r];
-        }
+        for (int s = 0; s < SCORE_STEPS; s++)
+            if (g == 0 && score_column_exists(s)) *(uint4*)(shared.C + (warp + s * WARPS) * 32 + 8 * t) = score_C[s];
+        if (!OVERLAID) store_folded(shared.separate_B, past.B);
+    }
 #pragma unroll
     for (int s = 0; s < X_STEPS; s++) {
         const u32 i = s * THREADS + tid;
         if (HISTORY_ROWS * X_CHUNKS % THREADS == 0 || i < HISTORY_ROWS * X_CHUNKS)
-            *(uint4*)(shared.x + i / X_CHUNKS * VALUE_STRIDE + i % X_CHUNKS * 8) = past.x[s];
+            *(uint4*)(shared.past.x + i / X_CHUNKS * VALUE_STRIDE + i % X_CHUNKS * 8) = past.x[s];
     }
     copy_async_wait();  // of the tile, where there is no copy engine
     sync_threads();
@@ -316,14 +346,14 @@ mamba2_decode(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
 
     float new_sum = 0.f, history_sum = 0.f, product = 0.f;
 #pragma unroll
-    for (int p = 0; p < PARTIALS; p++) new_sum += shared.partial[p][HISTORY_ROWS];
+    for (int p = 0; p < PARTIALS; p++) new_sum += shared.past.partial[p][HISTORY_ROWS];
     if (!flush) {
         float sum = 0.f;
         if (lane < HISTORY_ROWS)
 #pragma unroll
-            for (int p = 0; p < PARTIALS; p++) sum += shared.partial[p][lane];
+            for (int p = 0; p < PARTIALS; p++) sum += shared.past.partial[p][lane];
         const float coefficient = past.dt * decay_of(behind + new_decay) * sum;
-        const activation_t* column = shared.x + lane % 2 * VALUE_STRIDE + own;  // a row's lanes take every other token
+        const activation_t* column = shared.past.x + lane % 2 * VALUE_STRIDE + own;  // a row's lanes take every other token
 #pragma unroll
         for (int i = 0; i < HISTORY_ROWS / 2; i++) {
             const float factor = shuffle_from(coefficient, 2 * i + lane % 2);
@@ -337,7 +367,7 @@ mamba2_decode(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
     if (from_end < X_CHUNKS)
         *(uint4*)(ring_x + (offset_of(slot, ring_x_stride) + (new_entry * (HEADS * ROWS) + x_column)) + from_end * 8) =
             append_x;
-    tile_copy_wait(&shared.barrier);
+    if (!OVERLAID || !flush) tile_copy_wait(&shared.barrier);
     if (flush) {
         if (PARKS) shared.parked[0][tid] = rest, shared.parked[1][tid] = decay;
         const float weight = past.dt * decay_of(behind);
@@ -346,13 +376,20 @@ mamba2_decode(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
         for (int k8 = 0; k8 < HISTORY_BLOCKS; k8++) {
             u32 pairs[2];
             load_matrix_x2_transposed(
-                pairs, shared.x + (k8 * 8 + lane % 8) * VALUE_STRIDE + warp * 16 + (lane / 8 & 1) * 8);
+                pairs, shared.past.x + (k8 * 8 + lane % 8) * VALUE_STRIDE + warp * 16 + (lane / 8 & 1) * 8);
             const float even = shuffle_from(weight, k8 * 8 + 2 * t), odd = shuffle_from(weight, k8 * 8 + 2 * t + 1);
             values[k8][0] = even * activation_low(pairs[0]), values[k8][1] = even * activation_low(pairs[1]);
             values[k8][2] = odd * activation_high(pairs[0]), values[k8][3] = odd * activation_high(pairs[1]);
         }
+        if (OVERLAID) {
+            sync_threads();
+            store_folded(shared.overlaid_B, past.B);
+            sync_threads();
+            tile_copy_wait(&shared.barrier);
+        }
         product = fold_and_dot(shared.tile, checkpoint + (offset_of(slot, checkpoint_stride) + state_offset), c > 0,
-                               decay_of(total), values, shared.B, shared.C);
+                               decay_of(total), values,
+                               FoldedTokens{OVERLAID ? shared.overlaid_B : shared.separate_B}, shared.C);
         if (PARKS) rest = shared.parked[0][tid], decay = shared.parked[1][tid];
     } else if (c > 0) {
         product = dot(shared.tile, query);

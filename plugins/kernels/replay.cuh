@@ -245,13 +245,23 @@ DEVICE void dot_tile(Products<TILES>& products, const state_t* tile, const activ
     }
 }
 
+// The rows B of the history in shared memory, zero beyond it.
+struct SharedTokens {
+    const activation_t* rows;
+
+    // Columns `column` and the next of the lane's even or odd row of block k, 8 k + 2 t or the next.
+    DEVICE_MEMBER u32 pair(int k, int odd, int column) const {
+        return *(const u32*)(rows + (k * 8 + 2 * ((int)threadIdx.x % 4) + odd) * TOKEN_STRIDE + column);
+    }
+};
+
 // Folds the history into the warp's 16 rows, stores them, and passes what is stored on: consume(column, s0, s1) gets the
 // lane's LANE_COLUMNS values of rows g and g + 8 in the block of columns that starts at `column`.
 // values[k] are the coefficients of the rank-1 updates of history block k in the layout of mma_tf32's first operand,
-// where slot t is token 2 t and slot t + 4 is token 2 t + 1; `tokens` are the rows B or k of the history, zero beyond it.
-template <class Consume>
+// where slot t is token 2 t and slot t + 4 is token 2 t + 1; `tokens` gives the rows of the history, as SharedTokens does.
+template <class Tokens, class Consume>
 DEVICE void fold_tile(const state_t* tile, state_t* global, bool has_state, float decay,
-                      const float (&values)[HISTORY_BLOCKS][4], const activation_t* tokens, const Consume& consume) {
+                      const float (&values)[HISTORY_BLOCKS][4], const Tokens& tokens, const Consume& consume) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = (threadIdx.x / 32) * 16;
     const state_t* rows = tile + (first + g) * COLUMNS + t * LANE_COLUMNS;
     state_t* stored = global + (first + g) * COLUMNS + t * LANE_COLUMNS;
@@ -270,11 +280,10 @@ DEVICE void fold_tile(const state_t* tile, state_t* global, bool has_state, floa
                 d[3] = decay * s1[2 * i + 1];
             // Accumulator columns 2 t and 2 t + 1 must be the lane's own state columns, so column g of the second
             // operand is the one that lane g / 2 owns.
-            const activation_t* token = tokens + column + (g / 2) * LANE_COLUMNS + 2 * i;
+            const int own_column = column + (g / 2) * LANE_COLUMNS + 2 * i;
 #pragma unroll
             for (int k = 0; k < HISTORY_BLOCKS; k++) {
-                const u32 even = *(const u32*)(token + (k * 8 + 2 * t) * TOKEN_STRIDE);
-                const u32 odd = *(const u32*)(token + (k * 8 + 2 * t + 1) * TOKEN_STRIDE);
+                const u32 even = tokens.pair(k, 0, own_column), odd = tokens.pair(k, 1, own_column);
                 const float b0 = (g & 1) ? activation_high(even) : activation_low(even);
                 const float b1 = (g & 1) ? activation_high(odd) : activation_low(odd);
                 const float h0 = tf32_high(values[k][0]), h1 = tf32_high(values[k][1]);
@@ -295,7 +304,7 @@ template <int TILES>
 DEVICE void fold_and_dot_tile(Products<TILES>& products, const state_t* tile, state_t* global, bool has_state,
                               float decay, const float (&values)[HISTORY_BLOCKS][4], const activation_t* tokens,
                               const activation_t* const (&query)[TILES]) {
-    fold_tile(tile, global, has_state, decay, values, tokens,
+    fold_tile(tile, global, has_state, decay, values, SharedTokens{tokens},
               [&](int column, const float(&s0)[LANE_COLUMNS], const float(&s1)[LANE_COLUMNS]) {
                   dot_columns<TILES>(products, s0, s1, query, column + (int)threadIdx.x % 4 * LANE_COLUMNS);
               });
