@@ -104,7 +104,7 @@ REGISTERS_WANTED = {"mamba2_window": 96, "mamba2_decode": 96, "gdn_decode": 96}
 for."""
 
 REGISTERS_OF_SMALL_DECODE = {4: 80, 2: 72}
-"""The same for Mamba2 decode kernels of at most 128 columns and 16 tokens of history, by bytes of a state element; their
+"""The same for Mamba2 decode kernels of at most 128 columns and 16 tokens of history, by bytes of a state element;
 small tiles gain from more blocks. H200, batch 256, by blocks per multiprocessor: 16-bit states super120b 5: 206 us,
 6: 188, 7: 175, 8: 176; nano4b 4: 190, 5: 177, 6: 168 with spills. fp32 nano4b 4: 263.2, 5: 260.9; super120b 5: 278.2,
 6: 278.1 (a flush of every row 570 and 566)."""
@@ -402,8 +402,8 @@ def _shared_bytes(kernel: str, geometry: Mamba2Geometry | GdnGeometry, settings:
     if kernel == "mamba2_decode":
         parked = padded * 16 if _state_bytes(settings) == 2 else 8
         partials = min(-(-columns // 32), padded // 16) * (history + 1) * 4
-        overlaid = _state_bytes(settings) == 4  # B of a fold takes the place of x then, and is dense
-        folded = history * (columns * 2 if overlaid and columns % 64 == 0 else row)
+        overlaid = _state_bytes(settings) == 4  # B of a fold takes the place of x then
+        folded = history * (columns * 2 if columns % 64 == 0 else row)
         parts = (max(history * values + partials, folded), 16) if overlaid else (history * values + partials, folded)
         total = tile + round_up(parts[0], 16) + parts[1] + columns * 2 + 4 + parked
     elif kernel == "mamba2_window":

@@ -34,7 +34,7 @@ constexpr bool PARKS = STATE_FORMAT != FORMAT_FP32;
 // multiprocessor, and a fold needs B once it has x in registers. That B is dense, and swizzled, where a row has whole
 // groups of 8 chunks.
 constexpr bool OVERLAID = !PARKS;
-constexpr bool SWIZZLED = OVERLAID && COLUMNS % 64 == 0;
+constexpr bool SWIZZLED = COLUMNS % 64 == 0;
 constexpr int FOLDED_STRIDE = SWIZZLED ? COLUMNS : TOKEN_STRIDE;
 
 struct Tokens {
