@@ -206,10 +206,11 @@ def test_bytes_that_a_step_reads(name: str) -> None:
 
 
 class FakeVllm:
-    """What benchmarks/e2e_vllm.py uses of vLLM: an LLM that takes no time, and tokens as many as asked for."""
+    """What benchmarks/e2e_vllm.py uses of vLLM: tokens as many as asked for, a second each by a clock of its own."""
 
     __version__ = "0.0"
     made: ClassVar[dict] = {}
+    clock = 0.0
 
     class SamplingParams:
         def __init__(self, **options) -> None:
@@ -220,14 +221,20 @@ class FakeVllm:
             FakeVllm.made = {**options, "config": json.loads((Path(model) / "config.json").read_text())}
 
         def generate(self, prompts, params, use_tqdm):
+            FakeVllm.clock += params.options["max_tokens"]
             count = params.options["max_tokens"] - (params.options["max_tokens"] == FakeVllm.made.get("short"))
             output = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1] * count)])
             return [output] * len(prompts)
 
 
-def test_vllm_is_driven_as_documented(tmp_path: Path, monkeypatch) -> None:
+@pytest.fixture
+def fake_vllm(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", FakeVllm)
     monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(e2e_vllm, "time", SimpleNamespace(perf_counter=lambda: FakeVllm.clock))
+
+
+def test_vllm_is_driven_as_documented(tmp_path: Path, monkeypatch, fake_vllm) -> None:
     options = ["--model", "qwen4b", "--batch-size", "3", "--num-steps", "5", "--device", "cpu"]
     (line,) = lines(e2e_vllm.main([*options, "--output", str(tmp_path / "out.jsonl")]))
     assert (line["variant"], line["geometry"], line["batch"], line["random_weights"]) == ("vllm 0.0", "qwen4b", 3, True)
@@ -241,13 +248,11 @@ def test_vllm_is_driven_as_documented(tmp_path: Path, monkeypatch) -> None:
         e2e_vllm.main([*options, "--output", str(tmp_path / "out.jsonl")])
 
 
-def test_vllms_own_replay_is_a_variant_of_its_own(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", FakeVllm)
-    monkeypatch.setattr(os, "environ", {**os.environ})
+def test_vllms_own_replay_is_a_variant_of_its_own(tmp_path: Path, fake_vllm) -> None:
     options = ["--model", "nano4b", "--batch-size", "2", "--num-steps", "5", "--device", "cpu", "--replay"]
     extra = ["--engine-args", '{"max_num_seqs": 7}', "--output", str(tmp_path / "out.jsonl")]
     (line,) = lines(e2e_vllm.main([*options, *extra]))
-    assert (line["variant"], line["L"]) == ("vllm 0.0 replay", 16)
+    assert (line["variant"], line["L"], line["tokens_per_s"]) == ("vllm 0.0 replay", 16, 2.0)
     made = FakeVllm.made
     assert (made["use_replayssm"], made["replayssm_buffer_len"], made["max_num_seqs"]) == (True, 16, 7)
 
