@@ -60,6 +60,13 @@ def test_prepared_steps_are_not_captured_again(tiny_engine):
     assert captured == [session.step_graph(rows, window) for rows in (1, 2, 3, 7) for window in (1, 2, 3)]
     # Preparing ran steps of padding rows only.
     assert not any(tensor.any() for state in session.states.values() for tensor in state.tensors.values())
+    # Whatever requests do then, unless they filter tokens: no step is captured while they wait.
+    session.capture_prompts()
+    count = session.captured_steps
+    prompts = [random_tokens(length, length) for length in (3, 9, 150, 40, 21, 5, 300, 8, 2)]
+    params = [SamplingParams(temperature=0.5 * (i % 2), seed=i) for i in range(len(prompts))]
+    generate(session, [prompt + prompt[:30] for prompt in prompts], 12, params, NgramDrafter(), eos_token_ids=())
+    assert session.captured_steps == count
 
 
 @pytest.mark.parametrize("buffer_len", [8, 0])
