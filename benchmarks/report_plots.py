@@ -78,22 +78,32 @@ def plot_run(lines: list[dict], path: Path) -> None:
 def plot_split(lines: list[dict], names: dict[str, str], path: Path) -> None:
     """Where the time of a step goes at batch 256, and the roofline of its matrix products."""
     plt.rcParams.update(STYLE)
-    shown = [x for x in lines if x["batch"] == 256 and "split_us" in x and x["variant"] in ("plain", "replay")]
-    figure, axis = plt.subplots(figsize=(6.4, 0.6 + 0.5 * max(1, len(shown))), layout="constrained")
+    shown = [x for x in lines if x["batch"] == 256 and "split_us" in x]
+    figure, axis = plt.subplots(figsize=(6.8, 0.8 + 0.42 * max(1, len(shown))), layout="constrained")
     for place, line in enumerate(shown):
         left = 0.0
         for kind, color in KINDS.items():
             width = line["split_us"].get(kind, 0.0) / 1e3
             axis.barh(place, width, left=left, color=color, label=kind if place == 0 else None)
+            if kind == "matmul":
+                bound = left + max(line["weights_once_us"], line["products_us"]) / 1e3
+                axis.plot([bound, bound], [place - 0.4, place + 0.4], color="black", linewidth=1)
             left += width
-        bound = max(line["weights_once_us"], line["products_us"]) / 1e3
-        axis.plot([bound, bound], [place - 0.42, place + 0.42], color="black", linewidth=1)
         axis.text(left + 0.1, place, f"{line['median_us'] / 1e3:.1f} ms", va="center", fontsize=8)
-    axis.set_yticks(range(len(shown)), [f"{names.get(x['geometry'], x['geometry'])}\n{x['variant']}" for x in shown])
+    axis.set_yticks(range(len(shown)), [step_label(line, names) for line in shown])
+    axis.margins(x=0.1)
     axis.invert_yaxis()
-    axis.set_xlabel("ms per step, batch 256; the mark is the roofline of the matrix products")
+    axis.set_xlabel("ms of kernels, batch 256; mark: roofline of the products")
     axis.spines[["top", "right"]].set_visible(False)
     if shown:
         figure.legend(loc="outside upper center", ncols=len(KINDS), frameon=False)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
+
+
+def step_label(line: dict, names: dict[str, str]) -> str:
+    """Model and variant in few words: "Qwen3.5-4B FP8, replay, float16 + nvfp4"."""
+    shape, _, weights = line["geometry"].partition("-")
+    variant, *formats = line["variant"].split("-")
+    state = f", {' + '.join(formats[:2])}" if formats else ""
+    return f"{names.get(shape, line['geometry'])}{' ' + weights.upper() if weights else ''}, {variant}{state}"
