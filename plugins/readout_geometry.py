@@ -32,9 +32,6 @@ without a flush 47.2, 45.0, 45.1."""
 MAX_ORDERED_ROWS = 1024
 """Of kernels/row_order.cuh."""
 
-EARLY_ROWS = 16
-"""Rows of a Mamba2 call that may begin before their turn because they fold (kernels/early_rows.cuh). Not timed yet."""
-
 ORDERED_ROWS = 64
 """Fewest rows of a call whose rows that may fold begin first: with less, all blocks run at once."""
 
@@ -52,12 +49,11 @@ def readout_config(
     ahead_tile: bool = False,
     early_64ths: int | None = None,
     ordered_rows: int | None = None,
-    early_rows: int = EARLY_ROWS,
 ) -> KernelConfig:
     """Decode and verify kernel of a layer whose outputs read a copy of the state.
 
     embedded: restrict shared memory to what a TensorRT plugin may use. cta_rows (of a warp), cta_warps,
-    min_ctas, ahead_rows, ahead_tile, early_64ths, ordered_rows, early_rows: overrides, for measurements and tests.
+    min_ctas, ahead_rows, ahead_tile, early_64ths, ordered_rows: overrides, for measurements and tests.
     """
     heads, rows, columns = geometry.state_shape
     kernel = f"{geometry.kind}_readout"
@@ -104,28 +100,27 @@ def readout_config(
         # 181 and 200.
         "AHEAD_ROWS": ahead_rows or 0,
         "AHEAD_TILE": int(ahead_tile),
+        "EARLY_64THS": _early_64ths(geometry, settings, blocks) if early_64ths is None else early_64ths,
+        "ORDERED_ROWS": ordered_rows or ORDERED_ROWS,
         "SHARED_BYTES": shared,
     }
-    if geometry.kind == "mamba2":
-        defines["EARLY_ROWS"] = early_rows
-    else:
+    if geometry.kind == "gdn":
         defines |= {
             "U_PLANES": settings.u_planes[0],
             "U_EXACT": 0,
             "U_FROM_CHECKPOINT": int(settings.u_source == "checkpoint"),
-            "EARLY_64THS": _early_64ths(settings, blocks) if early_64ths is None else early_64ths,
-            "ORDERED_ROWS": ordered_rows or ORDERED_ROWS,
         }
-    return KernelConfig(kernel, tuple(sorted(defines.items())), blocks, threads, shared)
+    overlaps = geometry.kind == "mamba2" and limits.bulk_copy  # the architectures that have the one have the other
+    return KernelConfig(kernel, tuple(sorted(defines.items())), blocks, threads, shared, overlaps)
 
 
-def _early_64ths(settings: ReplaySettings, blocks: int) -> int:
+def _early_64ths(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, blocks: int) -> int:
     """Share of a batch's rows whose folds may begin first: a quarter more than fold when all tokens are accepted.
 
     H200, batch 256: qwen4b's 16 blocks a row decode in 63.2 us with it and 68.7 without, verify of 5 149 and 155;
     qwen122b's 32 in 119.4 and 116.8, 285 and 285: there the search of the first blocks costs more than late folds.
     """
-    if blocks > 16 and settings.max_window == 1:
+    if geometry.kind == "gdn" and blocks > 16 and settings.max_window == 1:
         return 0
     return min(48, max(8, -(-80 * settings.max_window // settings.buffer_len)))
 
@@ -154,16 +149,17 @@ def _shared_bytes(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettin
     padded = round_up(cta_rows, 16)
     element = 2 if settings.readout_dtype == "same" and settings.state_dtype != "float8" else 1
     code_stride, scale_bytes = (columns // 2, columns // 16) if nvfp4 else (element * columns + 16, 0)
-    state_rows = warps * cta_rows + 8
+    state_rows = warps * cta_rows + cta_rows % 16
     readout = round_up(state_rows * code_stride, 128) + round_up(state_rows * scale_bytes, 128)
     fold_keys = tokens // 16 * columns // 32 * 1024
     stage = rows // geometry.row_tiles * columns * 4
-    tile = max(readout, fold_keys, stage)
     key = (columns + 16) * 2
     own = (padded + 8) * 2
     if geometry.kind == "mamba2":
-        rows_of_tokens = (columns + 8) * 2 + (warps * cta_rows + 8) * 2
-        total = tile + (tokens + window) * rows_of_tokens + window * key + warps * tokens * 4 + window * 4
+        folded = fold_keys + warps * tokens * 4 + tokens * (columns + 8) * 2
+        total = round_up(max(readout, folded, stage), 16) + tokens * (warps * cta_rows + 8) * 2 + window * key
+        scores = min(warps, columns // 32) * tokens * (1 if window == 1 else round_up(window, 8))
+        total += scores * 4 + window * 4 + MAX_ORDERED_ROWS // 8
         return round_up(round_up(total, 8) + 8, 128)
     staged = warps * padded * (2 * window + 1 if window > 1 else 8) * 4
     area = round_up(max(staged, fold_keys), 16)

@@ -4,27 +4,24 @@
 // See plugins/reference/mamba2.py and readout.cuh.
 //
 // Stamped in: NHEADS, HEADDIM, DSTATE, NGROUPS, ROW_TILES, CTA_ROWS, CTA_WARPS, BUFFER_LEN, MAX_WINDOW, STATE_FORMAT,
-// STOCHASTIC, READOUT_FORMAT, ACTIVATION_FORMAT, BULK_COPY, MIN_CTAS, EARLY_ROWS, SHARED_BYTES.
+// STOCHASTIC, READOUT_FORMAT, ACTIVATION_FORMAT, BULK_COPY, MIN_CTAS, EARLY_64THS, ORDERED_ROWS, SHARED_BYTES.
 #define HEADS NHEADS
 #define GROUPS NGROUPS
 #define ROWS HEADDIM
 #define COLUMNS DSTATE
-#include "early_rows.cuh"
 #include "mamba2_readout_window.cuh"
 #include "mamba2_serial.cuh"
 #include "readout_flush.cuh"
 #include "readout_parts.cuh"
-#include "readout_stage.cuh"
+#include "row_order.cuh"
 
 struct Shared {
-    alignas(128) unsigned char tile[TILE_SIZE];  // readout; in a flush first the fold's keys; states of a prefill row
-    alignas(16) activation_t B[TOKEN_ROWS * TOKEN_STRIDE];
-    alignas(16) activation_t C[MAX_WINDOW * TOKEN_STRIDE];
-    alignas(16) u16 half_C[MAX_WINDOW * KEY_STRIDE];
+    alignas(128) unsigned char tile[TILE_BYTES];  // readout; what a flush folds; states of a prefill row
     alignas(16) activation_t x[TOKEN_ROWS * X_STRIDE];
-    alignas(16) activation_t y[MAX_WINDOW * X_STRIDE];
-    alignas(8) float weights[WARPS * TOKEN_ROWS];
+    alignas(16) u16 half_C[MAX_WINDOW * KEY_STRIDE];
+    alignas(16) float partial[PARTIAL_SCORES];
     float unit_C[MAX_WINDOW];
+    u32 early_rows[MAX_ORDERED_ROWS / 32];
     alignas(8) u64 barrier;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
@@ -46,14 +43,26 @@ mamba2_readout(
     activation_t* y, STATE_PARTS_OUT activation_t* ring_x, activation_t* ring_B, float* ring_dt, int* error_flag) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
-    const u32 row_index = row_at(blockIdx.y, gridDim.y, [&](u32 row) {
-        const int slot = state_batch_indices[row], tile = (int)blockIdx.x * (WARPS * CTA_TILES);
-        const bool has_slot = slot >= 0 && slot < num_slots;
-        return has_slot && may_fold(seq_lens[row], position_in[offset_of(slot, position_stride) + tile], window_lens[row]);
-    });
-    // Once; a second time after a flush, from what it stored. Kept through the fold, values would cost registers.
+    let_next_grid_start();
+    wait_for_previous_grid();
+    u32 row_index = blockIdx.y;
+    // Whether the row's place is known, and whether to look for it now.
+    bool is_placed = !rows_are_ordered(), look = !is_placed && row_index < early_places();
+    // Once; a second time after a flush, from what it stored: kept through the fold, values would cost registers. And once
+    // more for a row that may fold, before it is placed.
 #pragma unroll 1
-    for (int flushed = 0;; flushed = 1) {
+    for (int flushed = 0;;) {
+        const auto position_of = [&](int of_slot) {
+            return position_in[offset_of(of_slot, position_stride) + (int)blockIdx.x * (WARPS * CTA_TILES)];
+        };
+        if (look) {
+            look = false, is_placed = true;
+            row_index = row_at(blockIdx.y, shared.early_rows, [&](u32 row) {
+                const int slot = state_batch_indices[row], seq_len = seq_lens[row], length = window_lens[row];
+                const bool has_slot = slot >= 0 && slot < num_slots;
+                return may_fold(seq_len, position_of(has_slot ? slot : 0), length) && has_slot;
+            });
+        }
         u32 thread = threadIdx.x;  // unsigned, so that dividing it takes one instruction
         hold_until_here(thread);
         const int tid = (int)thread, lane = (int)(thread % 32), warp = (int)(thread / 32);
@@ -68,13 +77,19 @@ mamba2_readout(
         // All that is known before the slot, then all that the slot tells: nothing here waits for more than the row's slot.
         const int slot = state_batch_indices[row_index], seq_len = seq_lens[row_index];
         const int start = window_starts[row_index], window_length = window_lens[row_index];
+        u32 log_A = float_to_bits(A_log[head]), bias = float_to_bits(dt_bias[head]), D_head = float_to_bits(D[head]);
+        hold_until_here(log_A), hold_until_here(bias), hold_until_here(D_head);
         const bool has_slot = slot >= 0 && slot < num_slots;
         int position_now = 0;
+        RowScales row_scales = {};
         if (has_slot) {
-            position_now = flushed ? seq_len : position_in[offset_of(slot, position_stride) + first_part * CTA_TILES];
-            RowScales::prefetch(STATE_ROWS(slot).from(own_row));
+            position_now = flushed ? seq_len : position_of(slot);
+            row_scales.load(STATE_ROWS(slot).from(own_row));
         }
-        const float log_A = A_log[head], bias = dt_bias[head], D_head = D[head];
+        if (!is_placed && has_slot && may_fold(seq_len, position_now, window_length)) {
+            look = true;
+            continue;
+        }
         const Row row = make_row(slot, seq_len, start, window_length, position_now, num_tokens, num_slots, max_seq_len,
                                  MAX_HISTORY);
         if (!row.active || row.length > MAX_WINDOW) {
@@ -120,37 +135,51 @@ mamba2_readout(
         const bool flush = history > 0 && history + length > BUFFER_LEN;
         if (flushed) readout_copy_again(shared.tile, own_row - block_row, STATE_ROWS(slot).from(own_row));
         else if (!flush) readout_copy_start(shared.tile, STATE_ROWS(slot).from(block_row), &shared.barrier);
-        float raw_dt = 0.f, dt_past = 0.f;
-        if (lane < length) raw_dt = activation_to_float(dt[offset_of(start + lane, dt_stride) + head]);
-        if (lane < history)
-            dt_past = ring_dt_in[offset_of(slot, ring_dt_stride) +
-                                 (wrapped(row.checkpoint_position % RING_LEN + lane) * HEADS + head)];
-        // Token rows in shared memory: of the history, of the window unless it must wait, zeros; of B only a fold needs them.
+        // What is not folded: queries first, which wait for nothing.
         const int fresh = flush ? 0 : length, first_entry = row.checkpoint_position % RING_LEN;
-        stage_history<COLUMNS, TOKEN_STRIDE, GROUPS * COLUMNS, THREADS>(
-            shared.B, ring_B_in + (offset_of(slot, ring_B_stride) + B_column), first_entry, history,
-            flush ? history : TOKEN_ROWS, thread);
-        stage_wide_history<CTA_STATE_ROWS, X_STRIDE, HEADS * ROWS>(
-            shared.x, ring_x_in + (offset_of(slot, ring_x_stride) + block_row), first_entry, history, history + fresh, thread);
-        for_window_chunks<COLUMNS, THREADS>(fresh, thread, [&](int w, int offset) {
-            copy_async_16(shared.B + ((history + w) * TOKEN_STRIDE + offset),
-                          B + (offset_of(start + w, B_stride) + (B_column + offset)), true);
-        });
-        for_window_rows<CTA_STATE_ROWS>(fresh, thread, [&](int w, int offset) {
-            copy_async_16(shared.x + ((history + w) * X_STRIDE + offset),
-                          x + (offset_of(start + w, x_stride) + (block_row + offset)), true);
-        });
-        if (flush && row.checkpoint_position > 0 && lane == 0)
-            prefetch(STATE_ROWS(slot).checkpoint + own_row * COLUMNS, CTA_ROWS * COLUMNS * sizeof(state_t));
-        // The window's C as it is and in fp16, while the rings travel.
+        const activation_t* window_C = C + (offset_of(start, C_stride) + B_column);
+        QueryRow queries[(MAX_WINDOW + WARPS - 1) / WARPS];
 #pragma unroll
-        for (int n = 0; n < (MAX_WINDOW + WARPS - 1) / WARPS; n++) {
-            const int w = n * WARPS + warp;
-            if (w >= length) break;
-            halve_row<true>(shared.half_C + w * KEY_STRIDE, shared.unit_C + w,
-                            C + (offset_of(start + w, C_stride) + B_column), shared.C + w * TOKEN_STRIDE);
+        for (int n = 0; n < (MAX_WINDOW + WARPS - 1) / WARPS; n++)
+            queries[n].load(window_C + offset_of(n * WARPS + warp, C_stride), n * WARPS + warp < fresh);
+        float dt_past = 0.f;
+        u32 raw_dt = lane < length ? dt[offset_of(start + lane, dt_stride) + head] : 0u;
+        if (lane < history)
+            dt_past = ring_dt_in[offset_of(slot, ring_dt_stride) + (wrapped(first_entry + lane) * HEADS + head)];
+        const activation_t* past_B = ring_B_in + (offset_of(slot, ring_B_stride) + B_column);
+        const activation_t* window_B = B + (offset_of(start, B_stride) + B_column);
+        activation_t* own_x = shared.x + warp * CTA_ROWS;
+        PartX part_x;
+        part_x.load(ring_x_in + (offset_of(slot, ring_x_stride) + own_row), first_entry, history,
+                    x + (offset_of(start, x_stride) + own_row), x_stride, fresh);
+        if (flush) {
+            stage_history<COLUMNS, TOKEN_STRIDE, GROUPS * COLUMNS, THREADS>((u16*)(shared.tile + FOLD_B), past_B, first_entry,
+                                                                            history, history, thread);
+            if (row.checkpoint_position > 0 && lane == 0)
+                prefetch(STATE_ROWS(slot).checkpoint + own_row * COLUMNS, CTA_ROWS * COLUMNS * sizeof(state_t));
+        } else {
+            ScoreInputs inputs;
+            inputs.load_queries(window_C, C_stride, length);
+            inputs.load_tokens(past_B, first_entry, history, window_B, B_stride, length);
+#pragma unroll
+            for (int n = 0; n < (MAX_WINDOW + WARPS - 1) / WARPS; n++) {
+                const int w = n * WARPS + warp;
+                if (w < length) queries[n].store(shared.half_C + w * KEY_STRIDE, shared.unit_C + w);
+            }
+            inputs.multiply(shared.partial);
+            const int first_new = row.seq_len % RING_LEN;
+            part_x.append(ring_x + (offset_of(slot, ring_x_stride) + own_row), first_new, length);
+            if (first_of_group)
+                for_window_chunks<COLUMNS, THREADS>(length, thread, [&](int w, int offset) {
+                    *(uint4*)(ring_B + (offset_of(slot, ring_B_stride) +
+                                        (wrapped(first_new + w) * (GROUPS * COLUMNS) + B_column + offset))) =
+                        *(const uint4*)(window_B + (offset_of(w, B_stride) + offset));
+                });
         }
-        const float A = -expf(log_A), dt_new = lane < length ? softplus(raw_dt + bias) : 0.f;
+        part_x.stage(own_x, history, fresh);
+        hold_until_here(raw_dt);
+        const float A = -expf(bits_to_float(log_A));
+        const float dt_new = lane < length ? softplus(activation_to_float((activation_t)raw_dt) + bits_to_float(bias)) : 0.f;
         const bool has_state = row.checkpoint_position > 0;
         // Log decays: `suffix` from behind history token `lane` - 1 to the history's end, `prefix` of the window up to token
         // `lane`. Every sum runs over its own terms: differences of one running sum would cancel.
@@ -171,16 +200,14 @@ mamba2_readout(
         sync_threads();
         if (!flushed && !flush) readout_copy_wait(&shared.barrier);
 
-        RowScales row_scales;
-        row_scales.load(STATE_ROWS(slot).from(own_row));
         if (flush) {
-            build_fold_keys<TOKEN_STRIDE>((uint4*)shared.tile, shared.B);
+            build_fold_keys<TOKEN_STRIDE>((uint4*)shared.tile, (const activation_t*)(shared.tile + FOLD_B));
             sync_threads();
             // In shared memory, because registers are scarce in a fold.
-            float* weights = shared.weights + warp * TOKEN_ROWS;
+            float* weights = (float*)(shared.tile + FOLD_WEIGHTS) + warp * TOKEN_ROWS;
             if (lane < TOKEN_ROWS) weights[lane] = weight;
             sync_warp();
-            const activation_t* x_rows = shared.x + (lane % 16 * X_STRIDE + warp * CTA_ROWS);
+            const activation_t* x_rows = own_x + lane % 16 * X_STRIDE;
             const auto own_values = [&](int row_group, int step, float(&v)[4]) {
                 u32 pairs[2];
                 load_matrix_x2_transposed(pairs, x_rows + (16 * step * X_STRIDE + 8 * row_group));
@@ -198,47 +225,36 @@ mamba2_readout(
             fold_rows(own_values, (const uint4*)shared.tile, rows_now, has_state, decay_of(total),
                       part % CTAS_PER_HEAD * CTA_ROWS, ROUNDING_KEY(head, row.seq_len));
             sync_threads();
+            flushed = 1;
             continue;
         }
 
-        // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
-        const int first_new = row.seq_len % RING_LEN;
-        for_window_rows<CTA_STATE_ROWS>(length, thread, [&](int w, int offset) {
-            *(uint4*)(ring_x + (offset_of(slot, ring_x_stride) +
-                                (wrapped(first_new + w) * (HEADS * ROWS) + block_row + offset))) =
-                *(const uint4*)(shared.x + ((history + w) * X_STRIDE + offset));
-        });
-        if (first_of_group)
-            for_window_chunks<COLUMNS, THREADS>(length, thread, [&](int w, int offset) {
-                *(uint4*)(ring_B + (offset_of(slot, ring_B_stride) +
-                                    (wrapped(first_new + w) * (GROUPS * COLUMNS) + B_column + offset))) =
-                    *(const uint4*)(shared.B + (history + w) * TOKEN_STRIDE + offset);
-            });
         if (part % CTAS_PER_HEAD == 0 && lane < length)
-            ring_dt[offset_of(slot, ring_dt_stride) + (wrapped(first_new + lane) * HEADS + head)] = dt_new;
+            ring_dt[offset_of(slot, ring_dt_stride) + (wrapped(row.seq_len % RING_LEN + lane) * HEADS + head)] = dt_new;
         if ((flushed || row.seq_len == 0) && lane < CTA_TILES)
             position[offset_of(slot, position_stride) + part * CTA_TILES + lane] = row.seq_len;
 
+        if (!has_state) row_scales.clear();
         Scores score = {};
-        add_scores(score, shared.B, shared.C);
+        add_scores(score, shared.partial);
         // What turns products into outputs, of window token `lane`.
         const float own_unit = decay_of(total + prefix) * (lane < length ? shared.unit_C[lane] : 0.f);
-        const TokenScalars scalars = {weight, dt_new, prefix, decay_of(prefix), own_unit, D_head};
+        const TokenScalars scalars = {weight, dt_new, prefix, decay_of(prefix), own_unit, bits_to_float(D_head)};
         Coefficients coefficients;
         coefficients.compute(score, scalars, history);
         const unsigned char* codes = shared.tile + (warp * CTA_ROWS + g) * CODE_STRIDE;
         const unsigned char* scales = shared.tile + (CODES_SIZE + (warp * CTA_ROWS + g) * BLOCK_SCALE_BYTES);
-        const u32 matrix_row = (thread % 8 + thread % 32 / 16 * 8) * X_STRIDE + thread / 8 % 2 * 8;
-        const activation_t* x_rows = shared.x + (matrix_row + warp * CTA_ROWS);
-        activation_t* outputs = shared.y + warp * CTA_ROWS;
-        if constexpr (SINGLE)
-            write_single_outputs(outputs, coefficients, x_rows, has_state, codes, scales, shared.half_C, row_scales);
-        else
-            write_outputs(outputs, coefficients, x_rows, has_state, codes, scales, shared.half_C, row_scales, length);
+        const activation_t* x_rows = own_x + ((thread % 8 + thread % 32 / 16 * 8) * X_STRIDE + thread / 8 % 2 * 8);
+        if constexpr (SINGLE) {
+            write_single_outputs(y + (offset_of(start, HEADS * ROWS) + own_row), coefficients, x_rows, has_state, codes, scales,
+                                 shared.half_C, row_scales);
+            return;
+        }
+        write_outputs(own_x, coefficients, x_rows, has_state, codes, scales, shared.half_C, row_scales, length);
         sync_warp();
         for_window_chunks<CTA_ROWS, 32>(length, lane, [&](int w, int offset) {
             *(uint4*)(y + (offset_of(start + w, HEADS * ROWS) + (own_row + offset))) =
-                *(const uint4*)(shared.y + (w * X_STRIDE + warp * CTA_ROWS + offset));
+                *(const uint4*)(own_x + (w * X_STRIDE + offset));
         });
         return;
     }

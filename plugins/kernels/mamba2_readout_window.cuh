@@ -2,6 +2,7 @@
 // one token of its part, and of matrix steps what primitives.cuh says.
 #pragma once
 #include "readout_dot.cuh"
+#include "readout_stage.cuh"
 
 constexpr int QUERY_TILES = WINDOW_ROWS / 8;
 constexpr bool ONE = MAX_WINDOW == 1;
@@ -9,6 +10,66 @@ constexpr int EACH = ONE ? 1 : 2;  // queries of eight whose sums a lane has
 constexpr bool SINGLE = NVFP4 && ONE;  // a query whose products with the state meet block scales once
 constexpr int X_STRIDE = CTA_STATE_ROWS + 8;
 static_assert(CTA_TILES <= 32, "a lane for every tile of a part");
+static_assert(TOKEN_ROWS >= MAX_WINDOW, "outputs take the place of x");
+static_assert(CTA_ROWS <= 256, "a warp copies a token's x at once");
+
+// In a flush the tile holds what is folded instead: keys, weights of every warp's tokens, rows of B.
+constexpr int FOLD_WEIGHTS = FOLD_KEYS_SIZE, FOLD_B = FOLD_WEIGHTS + WARPS * TOKEN_ROWS * 4;
+constexpr int TILE_BYTES = larger(TILE_SIZE, FOLD_B + TOKEN_ROWS * TOKEN_STRIDE * 2);
+
+DEVICE uint4 load_16(const u16* from, bool valid) { return valid ? *(const uint4*)from : make_uint4(0, 0, 0, 0); }
+
+// x of a part's history and window, on its way from memory to the warp's columns of shared memory, and to the ring.
+struct PartX {
+    static constexpr int CHUNKS = CTA_ROWS / 8, AT_ONCE = 32 / CHUNKS;  // tokens
+    static constexpr int STEPS_PAST = (TOKEN_ROWS + AT_ONCE - 1) / AT_ONCE, STEPS_NEW = (MAX_WINDOW + AT_ONCE - 1) / AT_ONCE;
+    uint4 past[STEPS_PAST], fresh[STEPS_NEW];
+
+    static DEVICE_MEMBER u32 first_token() { return threadIdx.x % 32u / CHUNKS; }
+    static DEVICE_MEMBER u32 offset() { return threadIdx.x % 32u % CHUNKS * 8; }
+    static DEVICE_MEMBER bool works() { return 32 % CHUNKS == 0 || threadIdx.x % 32u < AT_ONCE * CHUNKS; }
+
+    // ring, window: at the part's first row, of the slot and of the window's first token.
+    DEVICE_MEMBER void load(const activation_t* ring, int first_entry, int history, const activation_t* window, int stride,
+                            int length) {
+        const u16* from = computed(ring + offset());
+#pragma unroll
+        for (int n = 0; n < STEPS_PAST; n++) {
+            const int k = n * AT_ONCE + (int)first_token();
+            const u16* at = computed(advance(from, wrapped_entry(first_entry + k), 2 * HEADS * ROWS));
+            past[n] = load_16(at, works() && k < history);
+        }
+#pragma unroll
+        for (int n = 0; n < STEPS_NEW; n++) {
+            const int w = n * AT_ONCE + (int)first_token();
+            fresh[n] = load_16(window + (offset_of(w, stride) + offset()), works() && w < length);
+        }
+    }
+    // Rows beyond history and window become zero. x: at the part's first row.
+    DEVICE_MEMBER void stage(activation_t* x, int history, int length) const {
+        activation_t* to = x + (first_token() * X_STRIDE + offset());
+#pragma unroll
+        for (int n = 0; n < STEPS_PAST; n++) {
+            const int k = n * AT_ONCE + (int)first_token();
+            const bool exists = TOKEN_ROWS % AT_ONCE == 0 || k < TOKEN_ROWS;
+            if (works() && exists && (k < history || k >= history + length)) *(uint4*)(to + n * AT_ONCE * X_STRIDE) = past[n];
+        }
+#pragma unroll
+        for (int n = 0; n < STEPS_NEW; n++) {
+            const int w = n * AT_ONCE + (int)first_token();
+            if (works() && w < length) *(uint4*)(to + (n * AT_ONCE + history) * X_STRIDE) = fresh[n];
+        }
+    }
+    // Appends the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
+    DEVICE_MEMBER void append(activation_t* ring, int first_new, int length) const {
+#pragma unroll
+        for (int n = 0; n < STEPS_NEW; n++) {
+            const int w = n * AT_ONCE + (int)first_token();
+            if (works() && w < length)
+                *(uint4*)(ring + (wrapped(first_new + w) * (HEADS * ROWS) + (int)offset())) = fresh[n];
+        }
+    }
+};
 
 // Coefficients of x in 16 tokens for 8 queries, split into halves of the activation format, as a second operand.
 struct SplitPairs {
@@ -22,41 +83,97 @@ struct SplitPairs {
     }
 };
 
-// B . C: [query tile][16 tokens]: tokens g and g + 8, queries 2 t and 2 t + 1.
-typedef float Scores[QUERY_TILES][TOKEN_STEPS][4];
+// B . C: [query tile][16 tokens]: tokens g and g + 8, queries 2 t and 2 t + 1 (of a window of one token: that one alone).
+typedef float Scores[QUERY_TILES][2 * TOKEN_STEPS][EACH];
 
-DEVICE int query_of(int i) { return i < MAX_WINDOW ? i : MAX_WINDOW - 1; }
+// The block's warps share the columns: warp w takes those from 32 w, 32 (w + WARPS), ... on, of which a lane has 8. Nothing
+// is staged for it: rows of B and C go straight into registers.
+constexpr int SCORE_STEPS = (PAIRS + WARPS - 1) / WARPS;
+constexpr int PARTIALS = PAIRS < WARPS ? PAIRS : WARPS;  // warps that have some
+constexpr int PARTIAL_QUERIES = ONE ? 1 : 8 * QUERY_TILES;
+constexpr int PARTIAL_SCORES = PARTIALS * TOKEN_ROWS * PARTIAL_QUERIES;
 
-// score += rows of B, TOKEN_STRIDE elements apart, times rows of C alike.
-DEVICE void add_scores(Scores& score, const activation_t* B, const activation_t* C) {
-    const u32 thread = threadIdx.x;
-    // Even and odd steps where there is but one sum, so that neither waits for the other.
-    constexpr int CHAINS = QUERY_TILES * TOKEN_STEPS == 1 ? 2 : 1;
-    float odd[4] = {};
-    const activation_t* tokens = B + (thread % 16 * TOKEN_STRIDE + thread % 32 / 16 * 8);
-    const activation_t* queries[QUERY_TILES];
+// The query that column i of a product stands for: beyond the window's end its last, whose product nobody uses.
+DEVICE int query_of(int i, int length) { return i < length ? i : length - 1; }
+
+struct ScoreInputs {
+    uint4 B[SCORE_STEPS][2 * TOKEN_STEPS], C[SCORE_STEPS][QUERY_TILES];
+
+    // ring_B: of the slot and group; window_B, window_C: of the window's first token and the group.
+    DEVICE_MEMBER void load_queries(const activation_t* window_C, int C_stride, int length) {
+        const u32 lane = threadIdx.x % 32u;
 #pragma unroll
-    for (int n = 0; n < QUERY_TILES; n++)
-        queries[n] = C + ((u32)query_of(n * 8 + (int)(thread % 8)) * TOKEN_STRIDE + thread % 32 / 8 * 8);
+        for (int n = 0; n < QUERY_TILES; n++) {
+            const activation_t* row = window_C + (offset_of(query_of(n * 8 + (int)(lane / 4), length), C_stride) + column(0));
 #pragma unroll
-    for (int pair = 0; pair < PAIRS; pair++) {
-        u32 q[QUERY_TILES][4];
-#pragma unroll
-        for (int n = 0; n < QUERY_TILES; n++) load_matrix_x4(q[n], queries[n] + 32 * pair);
-#pragma unroll
-        for (int i = 0; i < 2 * TOKEN_STEPS; i++) {
-            const int k = i / 2, step = i % 2;
-            u32 a[4];
-            load_matrix_x4(a, tokens + (16 * k * TOKEN_STRIDE + 32 * pair + 16 * step));
-#pragma unroll
-            for (int n = 0; n < QUERY_TILES; n++)
-                mma_16bit<ACTIVATION_FORMAT>(CHAINS == 2 && step ? odd : score[n][k], a[0], a[1], a[2], a[3],
-                                             q[n][2 * step], q[n][2 * step + 1]);
+            for (int s = 0; s < SCORE_STEPS; s++) C[s][n] = load_16(row + s * (WARPS * 32), exists(s));
         }
     }
-    if constexpr (CHAINS == 2)
+    DEVICE_MEMBER void load_tokens(const activation_t* ring_B, int first_entry, int history, const activation_t* window_B,
+                                   int B_stride, int length) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) score[0][0][i] += odd[i];
+        for (int r = 0; r < 2 * TOKEN_STEPS; r++) {
+            const int k = 8 * r + (int)(threadIdx.x % 32u / 4), w = k - history;
+            const activation_t* past = advance(ring_B + column(0), wrapped_entry(first_entry + k), 2 * GROUPS * COLUMNS);
+            const activation_t* fresh = advance(window_B + column(0), w, 2 * B_stride);
+            const activation_t* row = computed(w < 0 ? past : fresh);
+#pragma unroll
+            for (int s = 0; s < SCORE_STEPS; s++) B[s][r] = load_16(row + s * (WARPS * 32), w < length && exists(s));
+        }
+    }
+    // The warp's part of the scores, to shared memory.
+    DEVICE_MEMBER void multiply(float* partial) const {
+        const u32 lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, g = lane / 4, t = lane % 4;
+        if (PARTIALS < WARPS && warp >= PARTIALS) return;
+#pragma unroll
+        for (int i = 0; i < QUERY_TILES * TOKEN_STEPS; i++) {
+            const int n = i % QUERY_TILES, step = i / QUERY_TILES;
+            float sum[4] = {};
+#pragma unroll
+            for (int s = 0; s < SCORE_STEPS; s++) {
+                const uint4 a = B[s][2 * step], b = B[s][2 * step + 1], c = C[s][n];
+                mma_16bit<ACTIVATION_FORMAT>(sum, a.x, b.x, a.y, b.y, c.x, c.y);
+                mma_16bit<ACTIVATION_FORMAT>(sum, a.z, b.z, a.w, b.w, c.z, c.w);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int token = 16 * step + 8 * half + (int)g;
+                if constexpr (ONE) {
+                    if (t == 0) partial[token * PARTIALS + warp] = sum[2 * half];
+                } else {
+                    float2* to = (float2*)(partial + (warp * TOKEN_ROWS + token) * PARTIAL_QUERIES + 8 * n) + t;
+                    *to = make_float2(sum[2 * half], sum[2 * half + 1]);
+                }
+            }
+        }
+    }
+
+  private:
+    static DEVICE_MEMBER int column(int s) { return (int)((threadIdx.x / 32u + s * WARPS) * 32 + threadIdx.x % 4u * 8); }
+    static DEVICE_MEMBER bool exists(int s) { return PAIRS % WARPS == 0 || column(s) < COLUMNS; }
+};
+
+// The sums of the warps' parts.
+DEVICE void add_scores(Scores& score, const float* partial) {
+    const u32 lane = threadIdx.x % 32u, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < QUERY_TILES * 2 * TOKEN_STEPS; i++) {
+        const int n = i % QUERY_TILES, k8 = i / QUERY_TILES, token = 8 * k8 + (int)g;
+        if constexpr (ONE && PARTIALS == 4) {
+            const float4 all = ((const float4*)partial)[token];
+            score[n][k8][0] = ((all.x + all.y) + all.z) + all.w;
+        } else {
+#pragma unroll
+            for (int e = 0; e < EACH; e++) {
+                const float* at = ONE ? partial + token * PARTIALS
+                                      : partial + token * PARTIAL_QUERIES + 8 * n + 2 * (int)t + e;
+                float sum = at[0];
+#pragma unroll
+                for (int p = 1; p < PARTIALS; p++) sum += at[p * (ONE ? 1 : TOKEN_ROWS * PARTIAL_QUERIES)];
+                score[n][k8][e] = sum;
+            }
+        }
+    }
 }
 
 // Of the lane's token, of its part. weight: of a history token, dt and what follows it decayed; the rest of a window token:
@@ -96,7 +213,7 @@ struct Coefficients {
                 const int n = i / EACH, e = i % EACH, w = window_token(n, e);
                 float factor = past * decay[n][e];
                 if (j >= 0) factor = ONE || j == w ? fresh : fresh * decay_of(prefix[n][e] - from_prefix);
-                const float scaled = factor * score[n][k8 / 2][k8 % 2 * 2 + e];
+                const float scaled = factor * score[n][k8][e];
                 value[n][k8][e] = j > w ? 0.f : j == w ? scaled + token.D : scaled;
             }
         }
@@ -149,7 +266,7 @@ DEVICE void add_tokens(float (&sum)[QUERY_TILES][4], const Coefficients& coeffic
 }
 
 // Outputs of a part of a window of one token, from an nvfp4 readout: sums of a quad are shared out, so that each lane ends
-// the rows 8 n + g whose scales it has. codes, scales: of the lane's row g.
+// the rows 8 n + g whose scales it has, 32 neighbours at a time. codes, scales: of the lane's row g.
 DEVICE void write_single_outputs(activation_t* outputs, const Coefficients& coefficients, const activation_t* x_rows,
                                  bool has_state, const unsigned char* codes, const unsigned char* scales,
                                  const u16* half_C, const RowScales& row_scales) {
@@ -176,26 +293,27 @@ DEVICE void write_single_outputs(activation_t* outputs, const Coefficients& coef
 #pragma unroll
     for (int i = 0; i < SHARE; i++) {
         const float low = t % 2 ? sums[4 * i + 1] : sums[4 * i], high = t % 2 ? sums[4 * i + 3] : sums[4 * i + 2];
-        const float state = has_state ? own[i] * coefficients.unit[0][0] * row_scales.own(i) : 0.f;
+        const float state = own[i] * coefficients.unit[0][0] * row_scales.own(i);
         if (ROW_GROUPS % 4 == 0 || 4 * i + t < ROW_GROUPS)
             outputs[8 * (4 * i + t) + g] = float_to_activation((t / 2 ? high : low) * coefficients.undo[0][0] + state);
     }
 }
 
-// Outputs of a part, to rows of tokens X_STRIDE elements apart.
+// Outputs of a part, to rows of tokens X_STRIDE elements apart: in the place of x, column by column, when it has been used.
 DEVICE void write_outputs(activation_t* outputs, const Coefficients& coefficients, const activation_t* x_rows,
                           bool has_state, const unsigned char* codes, const unsigned char* scales, const u16* half_C,
                           const RowScales& row_scales, int length) {
     const int g = (int)(threadIdx.x % 32 / 4);
     Queries<QUERY_TILES> query;
 #pragma unroll
-    for (int n = 0; n < QUERY_TILES; n++) query.set(n, half_C + query_of(8 * n + g) * KEY_STRIDE);
+    for (int n = 0; n < QUERY_TILES; n++) query.set(n, half_C + query_of(8 * n + g, MAX_WINDOW) * KEY_STRIDE);
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
         float sum[QUERY_TILES][4] = {}, product[QUERY_TILES][4] = {};
         add_tokens(sum, coefficients, x_rows, m);
         if (has_state)
             dot_readout<QUERY_TILES>(product, codes + 16 * m * CODE_STRIDE, scales + 16 * m * BLOCK_SCALE_BYTES, query);
+        sync_warp();
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             if (16 * m + 8 * half >= CTA_ROWS) continue;
@@ -204,7 +322,7 @@ DEVICE void write_outputs(activation_t* outputs, const Coefficients& coefficient
             for (int i = 0; i < QUERY_TILES * EACH; i++) {
                 const int n = i / EACH, e = i % EACH, w = Coefficients::window_token(n, e);
                 const float tokens = ONE ? sum[n][2 * half] + sum[n][2 * half + 1] : sum[n][2 * half + e];
-                const float state = has_state ? product[n][2 * half + e] * coefficients.unit[n][e] * row_scale : 0.f;
+                const float state = product[n][2 * half + e] * coefficients.unit[n][e] * row_scale;
                 if (ONE ? threadIdx.x % 4 == 0 : w < length)
                     outputs[w * X_STRIDE + (16 * m + 8 * half + g)] =
                         float_to_activation(tokens * coefficients.undo[n][e] + state);

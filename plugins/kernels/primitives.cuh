@@ -372,6 +372,10 @@ DEVICE u32 multiply_add_bits(u32 a, u32 b, u32 c) {
     asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
     return result;
 }
+// Both halves of a product, in one instruction.
+DEVICE void multiply_wide(u32& low, u32& high, u32 a, u32 b) {
+    asm("{\n.reg .b64 p;\nmul.wide.u32 p, %2, %3;\nmov.b64 {%0, %1}, p;\n}" : "=r"(low), "=r"(high) : "r"(a), "r"(b));
+}
 // Bytes of the pair (a, b) that the selector's four nibbles name, 0 to 3 in a and 4 to 7 in b.
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 // The low or high half of a pair in both, in a form that a product of pairs takes as it is.

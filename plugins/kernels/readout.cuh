@@ -28,8 +28,9 @@ constexpr int CODE_BYTES = NVFP4 ? COLUMNS / 2 : WIDE ? 2 * COLUMNS : COLUMNS;
 constexpr int CODE_STRIDE = NVFP4 ? CODE_BYTES : CODE_BYTES + 16;
 constexpr int BLOCK_SCALE_BYTES = NVFP4 ? COLUMNS / 16 : 0;
 // The last warp's last matrix step may read 8 rows further than there are.
-constexpr int CODES_SIZE = round_up((CTA_STATE_ROWS + 8) * CODE_STRIDE, 128);
-constexpr int SCALES_SIZE = round_up((CTA_STATE_ROWS + 8) * BLOCK_SCALE_BYTES, 128);
+constexpr int READ_ROWS = CTA_STATE_ROWS + CTA_ROWS % 16;
+constexpr int CODES_SIZE = round_up(READ_ROWS * CODE_STRIDE, 128);
+constexpr int SCALES_SIZE = round_up(READ_ROWS * BLOCK_SCALE_BYTES, 128);
 constexpr int FOLD_KEYS_SIZE = TOKEN_STEPS * PAIRS * 32 * 32;
 constexpr int STAGE_SIZE = TILE_ROWS * COLUMNS * 4;
 constexpr int TILE_SIZE = larger(CODES_SIZE + SCALES_SIZE, larger(FOLD_KEYS_SIZE, STAGE_SIZE));

@@ -2,66 +2,74 @@
 #pragma once
 #include "readout_store.cuh"
 
-// Rows of queries (C, or q and k) in fp16, scaled so that the largest of a row lies in [2^14, 2^15), and in `unit` what
-// undoes that and READOUT_EXPONENT. A warp converts a row of COLUMNS activations (PLAIN_QUERIES: copies it)
-// and, if KEEP, leaves them in `kept` too.
-template <bool KEEP>
-DEVICE void halve_row(u16* half, float* unit, const activation_t* from, activation_t* kept = nullptr) {
-    const int lane = threadIdx.x % 32;
-    constexpr int WORDS = COLUMNS / 2, COUNT = (WORDS + 31) / 32;
-    u32 words[COUNT], largest = 0;
-#pragma unroll
-    for (int n = 0; n < COUNT; n++) {
-        words[n] = n * 32 + lane < WORDS ? ((const u32*)from)[n * 32 + lane] : 0u;
-        const u32 low = float_to_bits(activation_low(words[n])) & 0x7fffffffu;
-        const u32 high = float_to_bits(activation_high(words[n])) & 0x7fffffffu;
-        const u32 both = low > high ? low : high;
-        largest = both > largest ? both : largest;
-        if (KEEP && n * 32 + lane < WORDS) ((u32*)kept)[n * 32 + lane] = words[n];
-    }
-    if constexpr (PLAIN_QUERIES) {
+// A row of queries (C, or q and k), COLUMNS activations, in a warp's registers, on its way to fp16.
+struct QueryRow {
+    static constexpr int WORDS = COLUMNS / 2, COUNT = (WORDS + 31) / 32;
+    u32 words[COUNT];
+
+    DEVICE_MEMBER void load(const activation_t* from, bool valid) {
+        const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int n = 0; n < COUNT; n++)
-            if (n * 32 + lane < WORDS) ((u32*)half)[n * 32 + lane] = words[n];
-        if (lane == 0) *unit = 1.f;
-        return;
+            words[n] = valid && (WORDS % 32 == 0 || n * 32 + lane < WORDS) ? ((const u32*)from)[n * 32 + lane] : 0u;
     }
-    constexpr int LOWEST = READOUT_EXPONENT > 1 ? READOUT_EXPONENT : 1;
-    int field = 268 - (int)(reduce_max(largest) >> 23);
-    field = field > 254 - 14 ? 254 - 14 : field < LOWEST ? LOWEST : field;
-    const float factor = power_of_two(field);
+    // Writes it in fp16, scaled so that its largest lies in [2^14, 2^15), and to `unit` what undoes that and
+    // READOUT_EXPONENT; a copy if PLAIN_QUERIES.
+    DEVICE_MEMBER void store(u16* half, float* unit) const {
+        const int lane = threadIdx.x % 32;
+        if constexpr (PLAIN_QUERIES) {
 #pragma unroll
-    for (int n = 0; n < COUNT; n++)
-        if (n * 32 + lane < WORDS)
-            ((u32*)half)[n * 32 + lane] = (u32)float_to_fp16(activation_low(words[n]) * factor) |
-                                          (u32)float_to_fp16(activation_high(words[n]) * factor) << 16;
-    if (lane == 0) *unit = power_of_two(254 + READOUT_EXPONENT - field);
-}
+            for (int n = 0; n < COUNT; n++)
+                if (n * 32 + lane < WORDS) ((u32*)half)[n * 32 + lane] = words[n];
+            if (lane == 0) *unit = 1.f;
+            return;
+        }
+        u32 largest = 0;
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) {
+            const u32 low = float_to_bits(activation_low(words[n])) & 0x7fffffffu;
+            const u32 high = float_to_bits(activation_high(words[n])) & 0x7fffffffu;
+            const u32 both = low > high ? low : high;
+            largest = both > largest ? both : largest;
+        }
+        constexpr int LOWEST = READOUT_EXPONENT > 1 ? READOUT_EXPONENT : 1;
+        int field = 268 - (int)(reduce_max(largest) >> 23);
+        field = field > 254 - 14 ? 254 - 14 : field < LOWEST ? LOWEST : field;
+        const float factor = power_of_two(field);
+#pragma unroll
+        for (int n = 0; n < COUNT; n++)
+            if (n * 32 + lane < WORDS)
+                ((u32*)half)[n * 32 + lane] = (u32)float_to_fp16(activation_low(words[n]) * factor) |
+                                              (u32)float_to_fp16(activation_high(words[n]) * factor) << 16;
+        if (lane == 0) *unit = power_of_two(254 + READOUT_EXPONENT - field);
+    }
+};
 
 // The scales of a part's rows: lane 4 g + t holds those of rows 8 n + g where n % 4 is t.
 struct RowScales {
     static constexpr int COUNT = WIDE ? 1 : (ROW_GROUPS + 3) / 4;
     u32 kept[COUNT];
 
-    // Asks for them, without a register that waits. from: of the part's first row.
-    static DEVICE_MEMBER void prefetch(const StateRows& from) {
-        const int lane = threadIdx.x % 32;
-        if (!WIDE && 32 * lane < CTA_ROWS) prefetch_sector(from.row_scales + 32 * lane);
-    }
     DEVICE_MEMBER void load(const StateRows& from) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const int group = 4 * i + lane % 4;
             const bool exists = !WIDE && (ROW_GROUPS % 4 == 0 || group < ROW_GROUPS);
-            kept[i] = float_to_bits(power_of_two(exists ? from.row_scales[8 * group + lane / 4] : 127));
+            kept[i] = exists ? from.row_scales[8 * group + lane / 4] : 127;
         }
     }
+    // Of a state that is zero.
+    DEVICE_MEMBER void clear() {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) kept[i] = 0;
+    }
     // Of the row of those that the lane keeps itself.
-    DEVICE_MEMBER float own(int i) const { return bits_to_float(kept[i % COUNT]); }
+    DEVICE_MEMBER float own(int i) const { return power_of_two((int)kept[i % COUNT]); }
     // Of the lane's row of eight.
     DEVICE_MEMBER float of_group(int group) const {
-        return WIDE ? 1.f : shuffle_from(bits_to_float(kept[group / 4 % COUNT]), threadIdx.x % 32 / 4 * 4 + group % 4);
+        return WIDE ? 1.f : power_of_two((int)float_to_bits(
+                                shuffle_from(bits_to_float(kept[group / 4 % COUNT]), threadIdx.x % 32 / 4 * 4 + group % 4)));
     }
 };
 

@@ -86,7 +86,7 @@ DEVICE void store_checkpoint(state_t* to, const float (&s)[8], int column, const
         } else if constexpr (STATE_FORMAT == FORMAT_FP8) {
             *(u32*)at = words[half];
         } else {
-            *(uint2*)at = make_uint2(words[2 * half], words[2 * half + 1]);
+            *(u64*)at = words[2 * half] | (u64)words[2 * half + 1] << 32;  // the compiler takes a uint2 apart
         }
     }
 }

@@ -61,11 +61,13 @@ DEVICE void philox(u32 (&words)[4], u32 seed) {
     u32 key0 = seed, key1 = 0;
 #pragma unroll
     for (int round = 0; round < 7; round++) {
-        const u64 first = (u64)0xd2511f53u * words[0], second = (u64)0xcd9e8d57u * words[2];
-        words[0] = (u32)(second >> 32) ^ words[1] ^ key0;
-        words[2] = (u32)(first >> 32) ^ words[3] ^ key1;
-        words[1] = (u32)second;
-        words[3] = (u32)first;
+        u32 low, high, low2, high2;
+        multiply_wide(low, high, 0xd2511f53u, words[0]);
+        multiply_wide(low2, high2, 0xcd9e8d57u, words[2]);
+        words[0] = high2 ^ words[1] ^ key0;
+        words[2] = high ^ words[3] ^ key1;
+        words[1] = low2;
+        words[3] = low;
         key0 += 0x9e3779b9u;
         key1 += 0xbb67ae85u;
     }
@@ -82,8 +84,8 @@ DEVICE void random_words(u32 (&words)[4], const RoundingKey& key, int row, int c
 // Bytes i and i + 1 of them, in the upper half; the lower half is something else.
 DEVICE u32 random_bits(const u32 (&words)[4], int i) {
     const u32 word = words[i / 4];
-    return i % 4 == 0 ? word << 16 : i % 4 == 1 ? word << 8 : i % 4 == 2 ? word
-                                                            : permute_bytes(word, words[(i / 4 + 1) % 4], 0x4300u);
+    if (i % 4 == 2) return word;
+    return permute_bytes(word, words[(i / 4 + 1) % 4], i % 4 == 0 ? 0x1000u : i % 4 == 1 ? 0x2100u : 0x4300u);
 }
 
 // A number that float_to_state keeps: `value` rounded up or down with 16 random bits. Scaled so that fp32 has the format's

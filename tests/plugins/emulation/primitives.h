@@ -396,6 +396,10 @@ DEVICE u32 multiply_pairs(u32 a, u32 b) {
                      bits_to_float(a & 0xffff0000u) * bits_to_float(b & 0xffff0000u));
 }
 DEVICE u32 multiply_add_bits(u32 a, u32 b, u32 c) { return a * b + c; }
+DEVICE void multiply_wide(u32& low, u32& high, u32 a, u32 b) {
+    const u64 product = (u64)a * b;
+    low = (u32)product, high = (u32)(product >> 32);
+}
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
     const u64 both = (u64)b << 32 | a;
     u32 result = 0;
