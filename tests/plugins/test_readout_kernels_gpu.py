@@ -102,22 +102,23 @@ def test_repeated_step_is_bit_equal(case: str) -> None:
 
 
 class InPlace:
-    """Launches in which every row keeps its place.
+    """Launches in which every row keeps its place, with code that differs in one number.
 
-    Of GDN with code that differs in one number: sums in code without the search may be contracted differently.
+    Sums in code without the search may be contracted differently.
     """
 
     @staticmethod
-    def gdn_window(*args) -> torch.Tensor:
+    def _config(args):
         state = next(arg for arg in args if isinstance(arg, LayerState))
-        arch = launch.device_arch(args[0].device)
-        return launch.gdn_window(*args, config=readout_config(state.geometry, state.settings, arch, ordered_rows=1024))
+        return readout_config(state.geometry, state.settings, launch.device_arch(args[0].device), ordered_rows=1024)
 
-    @staticmethod
-    def mamba2_window(*args) -> torch.Tensor:
-        state = next(arg for arg in args if isinstance(arg, LayerState))
-        arch = launch.device_arch(args[0].device)
-        return launch.mamba2_window(*args, config=readout_config(state.geometry, state.settings, arch, early_rows=0))
+    @classmethod
+    def gdn_window(cls, *args) -> torch.Tensor:
+        return launch.gdn_window(*args, config=cls._config(args))
+
+    @classmethod
+    def mamba2_window(cls, *args) -> torch.Tensor:
+        return launch.mamba2_window(*args, config=cls._config(args))
 
 
 @pytest.mark.parametrize("geometry", [GdnGeometry(2, 8, 128, 128), Mamba2Geometry(8, 64, 128, 1)])
