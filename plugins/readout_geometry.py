@@ -157,9 +157,10 @@ def _shared_bytes(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettin
     own = (padded + 8) * 2
     if geometry.kind == "mamba2":
         folded = fold_keys + warps * tokens * 4 + tokens * (columns + 8) * 2
-        total = round_up(max(readout, folded, stage), 16) + tokens * (warps * cta_rows + 8) * 2 + window * key
+        queries = 0 if nvfp4 and window == 1 else window
+        total = round_up(max(readout, folded, stage), 16) + tokens * (warps * cta_rows + 8) * 2 + queries * key + 16
         scores = min(warps, columns // 32) * tokens * (1 if window == 1 else round_up(window, 8))
-        total += scores * 4 + window * 4 + MAX_ORDERED_ROWS // 8
+        total += scores * 4 + (queries + 1) * 4 + MAX_ORDERED_ROWS // 8
         return round_up(round_up(total, 8) + 8, 128)
     staged = warps * padded * (2 * window + 1 if window > 1 else 8) * 4
     area = round_up(max(staged, fold_keys), 16)

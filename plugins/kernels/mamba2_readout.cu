@@ -18,9 +18,9 @@
 struct Shared {
     alignas(128) unsigned char tile[TILE_BYTES];  // readout; what a flush folds; states of a prefill row
     alignas(16) activation_t x[TOKEN_ROWS * X_STRIDE];
-    alignas(16) u16 half_C[MAX_WINDOW * KEY_STRIDE];
+    alignas(16) u16 half_C[QUERY_ROWS * KEY_STRIDE + 8];
     alignas(16) float partial[PARTIAL_SCORES];
-    float unit_C[MAX_WINDOW];
+    float unit_C[QUERY_ROWS + 1];
     u32 early_rows[MAX_ORDERED_ROWS / 32];
     alignas(8) u64 barrier;
 };
@@ -138,9 +138,12 @@ mamba2_readout(
         // What is not folded: queries first, which wait for nothing.
         const int fresh = flush ? 0 : length, first_entry = row.checkpoint_position % RING_LEN;
         const activation_t* window_C = C + (offset_of(start, C_stride) + B_column);
-        QueryRow queries[(MAX_WINDOW + WARPS - 1) / WARPS];
+        constexpr int OWN_QUERIES = (QUERY_ROWS + WARPS - 1) / WARPS;
+        QueryRow queries[OWN_QUERIES + SINGLE];
+        SingleQuery query;
+        if constexpr (SINGLE) query.load(window_C);
 #pragma unroll
-        for (int n = 0; n < (MAX_WINDOW + WARPS - 1) / WARPS; n++)
+        for (int n = 0; n < OWN_QUERIES; n++)
             queries[n].load(window_C + offset_of(n * WARPS + warp, C_stride), n * WARPS + warp < fresh);
         float dt_past = 0.f;
         u32 raw_dt = lane < length ? dt[offset_of(start + lane, dt_stride) + head] : 0u;
@@ -162,10 +165,11 @@ mamba2_readout(
             inputs.load_queries(window_C, C_stride, length);
             inputs.load_tokens(past_B, first_entry, history, window_B, B_stride, length);
 #pragma unroll
-            for (int n = 0; n < (MAX_WINDOW + WARPS - 1) / WARPS; n++) {
+            for (int n = 0; n < OWN_QUERIES; n++) {
                 const int w = n * WARPS + warp;
                 if (w < length) queries[n].store(shared.half_C + w * KEY_STRIDE, shared.unit_C + w);
             }
+            if constexpr (SINGLE) query.halve();
             inputs.multiply(shared.partial);
             const int first_new = row.seq_len % RING_LEN;
             part_x.append(ring_x + (offset_of(slot, ring_x_stride) + own_row), first_new, length);
@@ -176,7 +180,7 @@ mamba2_readout(
                         *(const uint4*)(window_B + (offset_of(w, B_stride) + offset));
                 });
         }
-        part_x.stage(own_x, history, fresh);
+        part_x.stage(own_x);
         hold_until_here(raw_dt);
         const float A = -expf(bits_to_float(log_A));
         const float dt_new = lane < length ? softplus(activation_to_float((activation_t)raw_dt) + bits_to_float(bias)) : 0.f;
@@ -238,7 +242,8 @@ mamba2_readout(
         Scores score = {};
         add_scores(score, shared.partial);
         // What turns products into outputs, of window token `lane`.
-        const float own_unit = decay_of(total + prefix) * (lane < length ? shared.unit_C[lane] : 0.f);
+        const float unit = SINGLE ? query.unit : lane < length ? shared.unit_C[lane] : 0.f;
+        const float own_unit = decay_of(total + prefix) * unit;
         const TokenScalars scalars = {weight, dt_new, prefix, decay_of(prefix), own_unit, bits_to_float(D_head)};
         Coefficients coefficients;
         coefficients.compute(score, scalars, history);
@@ -247,7 +252,7 @@ mamba2_readout(
         const activation_t* x_rows = own_x + ((thread % 8 + thread % 32 / 16 * 8) * X_STRIDE + thread / 8 % 2 * 8);
         if constexpr (SINGLE) {
             write_single_outputs(y + (offset_of(start, HEADS * ROWS) + own_row), coefficients, x_rows, has_state, codes, scales,
-                                 shared.half_C, row_scales);
+                                 query, row_scales);
             return;
         }
         write_outputs(own_x, coefficients, x_rows, has_state, codes, scales, shared.half_C, row_scales, length);

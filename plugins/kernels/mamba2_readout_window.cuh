@@ -8,6 +8,7 @@ constexpr int QUERY_TILES = WINDOW_ROWS / 8;
 constexpr bool ONE = MAX_WINDOW == 1;
 constexpr int EACH = ONE ? 1 : 2;  // queries of eight whose sums a lane has
 constexpr bool SINGLE = NVFP4 && ONE;  // a query whose products with the state meet block scales once
+constexpr int QUERY_ROWS = SINGLE ? 0 : MAX_WINDOW;  // in shared memory
 constexpr int X_STRIDE = CTA_STATE_ROWS + 8;
 static_assert(CTA_TILES <= 32, "a lane for every tile of a part");
 static_assert(TOKEN_ROWS >= MAX_WINDOW, "outputs take the place of x");
@@ -22,51 +23,48 @@ DEVICE uint4 load_16(const u16* from, bool valid) { return valid ? *(const uint4
 // x of a part's history and window, on its way from memory to the warp's columns of shared memory, and to the ring.
 struct PartX {
     static constexpr int CHUNKS = CTA_ROWS / 8, AT_ONCE = 32 / CHUNKS;  // tokens
-    static constexpr int STEPS_PAST = (TOKEN_ROWS + AT_ONCE - 1) / AT_ONCE, STEPS_NEW = (MAX_WINDOW + AT_ONCE - 1) / AT_ONCE;
-    uint4 past[STEPS_PAST], fresh[STEPS_NEW];
+    static constexpr int STEPS_ALL = (TOKEN_ROWS + AT_ONCE - 1) / AT_ONCE, STEPS_NEW = (MAX_WINDOW + AT_ONCE - 1) / AT_ONCE;
+    uint4 all[STEPS_ALL], fresh[STEPS_NEW];
 
-    static DEVICE_MEMBER u32 first_token() { return threadIdx.x % 32u / CHUNKS; }
+    // Of the lane. Lanes too many do what others do.
+    static DEVICE_MEMBER u32 first_token() {
+        const u32 token = threadIdx.x % 32u / CHUNKS;
+        return 32 % CHUNKS == 0 || token < AT_ONCE ? token : AT_ONCE - 1;
+    }
     static DEVICE_MEMBER u32 offset() { return threadIdx.x % 32u % CHUNKS * 8; }
-    static DEVICE_MEMBER bool works() { return 32 % CHUNKS == 0 || threadIdx.x % 32u < AT_ONCE * CHUNKS; }
 
-    // ring, window: at the part's first row, of the slot and of the window's first token.
+    // ring, window: at the part's first row, of the slot and of the window's first token. Rows beyond history and window
+    // are those of the last token, which are read anyway; no coefficient of theirs differs from zero.
     DEVICE_MEMBER void load(const activation_t* ring, int first_entry, int history, const activation_t* window, int stride,
                             int length) {
-        const u16* from = computed(ring + offset());
+        const u16 *from = computed(ring + offset()), *from_new = computed(window + offset());
 #pragma unroll
-        for (int n = 0; n < STEPS_PAST; n++) {
-            const int k = n * AT_ONCE + (int)first_token();
-            const u16* at = computed(advance(from, wrapped_entry(first_entry + k), 2 * HEADS * ROWS));
-            past[n] = load_16(at, works() && k < history);
+        for (int n = 0; n < STEPS_ALL; n++) {
+            int k = n * AT_ONCE + (int)first_token();
+            k = k < history + length ? k : history + length - 1;
+            const u16* past = advance(from, wrapped_entry(first_entry + k), 2 * HEADS * ROWS);
+            all[n] = *(const uint4*)computed(k < history ? past : ONE ? from_new : advance(from_new, k - history, 2 * stride));
         }
 #pragma unroll
         for (int n = 0; n < STEPS_NEW; n++) {
             const int w = n * AT_ONCE + (int)first_token();
-            fresh[n] = load_16(window + (offset_of(w, stride) + offset()), works() && w < length);
+            fresh[n] = load_16(ONE ? from_new : advance(from_new, w, 2 * stride), w < length);
         }
     }
-    // Rows beyond history and window become zero. x: at the part's first row.
-    DEVICE_MEMBER void stage(activation_t* x, int history, int length) const {
+    // x: at the part's first row.
+    DEVICE_MEMBER void stage(activation_t* x) const {
         activation_t* to = x + (first_token() * X_STRIDE + offset());
 #pragma unroll
-        for (int n = 0; n < STEPS_PAST; n++) {
-            const int k = n * AT_ONCE + (int)first_token();
-            const bool exists = TOKEN_ROWS % AT_ONCE == 0 || k < TOKEN_ROWS;
-            if (works() && exists && (k < history || k >= history + length)) *(uint4*)(to + n * AT_ONCE * X_STRIDE) = past[n];
-        }
-#pragma unroll
-        for (int n = 0; n < STEPS_NEW; n++) {
-            const int w = n * AT_ONCE + (int)first_token();
-            if (works() && w < length) *(uint4*)(to + (n * AT_ONCE + history) * X_STRIDE) = fresh[n];
-        }
+        for (int n = 0; n < STEPS_ALL; n++)
+            if (TOKEN_ROWS % AT_ONCE == 0 || n * AT_ONCE + (int)first_token() < TOKEN_ROWS)
+                *(uint4*)(to + n * AT_ONCE * X_STRIDE) = all[n];
     }
     // Appends the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
     DEVICE_MEMBER void append(activation_t* ring, int first_new, int length) const {
 #pragma unroll
         for (int n = 0; n < STEPS_NEW; n++) {
             const int w = n * AT_ONCE + (int)first_token();
-            if (works() && w < length)
-                *(uint4*)(ring + (wrapped(first_new + w) * (HEADS * ROWS) + (int)offset())) = fresh[n];
+            if (w < length) *(uint4*)(ring + (wrapped(first_new + w) * (HEADS * ROWS) + (int)offset())) = fresh[n];
         }
     }
 };
@@ -269,11 +267,8 @@ DEVICE void add_tokens(float (&sum)[QUERY_TILES][4], const Coefficients& coeffic
 // the rows 8 n + g whose scales it has, 32 neighbours at a time. codes, scales: of the lane's row g.
 DEVICE void write_single_outputs(activation_t* outputs, const Coefficients& coefficients, const activation_t* x_rows,
                                  bool has_state, const unsigned char* codes, const unsigned char* scales,
-                                 const u16* half_C, const RowScales& row_scales) {
+                                 const SingleQuery& query, const RowScales& row_scales) {
     const int g = (int)(threadIdx.x % 32 / 4), t = (int)(threadIdx.x % 4);
-    Queries<QUERY_TILES> query;
-    query.set(0, half_C);
-    query.spread();
     constexpr int SHARE = RowScales::COUNT;
     float sums[4 * SHARE] = {}, parts[4 * SHARE] = {}, own[SHARE];
     if (has_state)

@@ -2,6 +2,23 @@
 #pragma once
 #include "readout_store.cuh"
 
+// The larger of `largest` and the magnitudes of a pair of activations, as the bits of fp32 numbers.
+DEVICE u32 larger_bits(u32 largest, u32 pair) {
+    const u32 low = float_to_bits(activation_low(pair)) & 0x7fffffffu;
+    const u32 high = float_to_bits(activation_high(pair)) & 0x7fffffffu;
+    const u32 both = low > high ? low : high;
+    return both > largest ? both : largest;
+}
+// Exponent field of the power of two by which a row whose largest magnitude has the bits `largest` comes to [2^14, 2^15).
+DEVICE int query_field(u32 largest) {
+    constexpr int LOWEST = READOUT_EXPONENT > 1 ? READOUT_EXPONENT : 1;
+    const int field = 268 - (int)(largest >> 23);
+    return field > 254 - 14 ? 254 - 14 : field < LOWEST ? LOWEST : field;
+}
+DEVICE u32 halve_pair(u32 pair, float factor) {
+    return (u32)float_to_fp16(activation_low(pair) * factor) | (u32)float_to_fp16(activation_high(pair) * factor) << 16;
+}
+
 // A row of queries (C, or q and k), COLUMNS activations, in a warp's registers, on its way to fp16.
 struct QueryRow {
     static constexpr int WORDS = COLUMNS / 2, COUNT = (WORDS + 31) / 32;
@@ -26,21 +43,12 @@ struct QueryRow {
         }
         u32 largest = 0;
 #pragma unroll
-        for (int n = 0; n < COUNT; n++) {
-            const u32 low = float_to_bits(activation_low(words[n])) & 0x7fffffffu;
-            const u32 high = float_to_bits(activation_high(words[n])) & 0x7fffffffu;
-            const u32 both = low > high ? low : high;
-            largest = both > largest ? both : largest;
-        }
-        constexpr int LOWEST = READOUT_EXPONENT > 1 ? READOUT_EXPONENT : 1;
-        int field = 268 - (int)(reduce_max(largest) >> 23);
-        field = field > 254 - 14 ? 254 - 14 : field < LOWEST ? LOWEST : field;
+        for (int n = 0; n < COUNT; n++) largest = larger_bits(largest, words[n]);
+        const int field = query_field(reduce_max(largest));
         const float factor = power_of_two(field);
 #pragma unroll
         for (int n = 0; n < COUNT; n++)
-            if (n * 32 + lane < WORDS)
-                ((u32*)half)[n * 32 + lane] = (u32)float_to_fp16(activation_low(words[n]) * factor) |
-                                              (u32)float_to_fp16(activation_high(words[n]) * factor) << 16;
+            if (n * 32 + lane < WORDS) ((u32*)half)[n * 32 + lane] = halve_pair(words[n], factor);
         if (lane == 0) *unit = power_of_two(254 + READOUT_EXPONENT - field);
     }
 };
@@ -137,24 +145,47 @@ struct Queries {
 #pragma unroll
             for (int step = 0; step < STEPS; step++) kept[step] = *(const uint2*)(rows[n] + 16 * step);
     }
-    // Of a window of one token: column i of the operand holds the query's 16-column block i of every eight, and zeros.
-    DEVICE_MEMBER void spread() {
-        const int g = threadIdx.x % 32 / 4;
-#pragma unroll
-        for (int step = 0; step < STEPS; step++)
-            if (g != step % 8) kept[step * KEPT] = make_uint2(0u, 0u);
-    }
     DEVICE_MEMBER uint2 operator()(int n, int step) const {
         return KEPT ? kept[KEPT ? step : 0] : *(const uint2*)(rows[n] + 16 * step);
+    }
+};
+
+// The only query of a window, straight from memory into every warp's registers: column i of the operand holds its
+// 16-column block i of every eight, and zeros elsewhere, so that a lane needs the columns 16 g + 4 t .. of each 128.
+struct SingleQuery {
+    static constexpr int COUNT = (STEPS + 7) / 8;
+    uint2 own[COUNT];
+    float unit;  // what undoes the scale of the fp16 row and READOUT_EXPONENT
+
+    DEVICE_MEMBER void load(const activation_t* from) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            own[i] = make_uint2(0u, 0u);
+            if (STEPS % 8 == 0 || 8 * i + g < STEPS) own[i] = *(const uint2*)(from + 16 * (8 * i + g) + 4 * t);
+        }
+    }
+    // To fp16, as QueryRow does it.
+    DEVICE_MEMBER void halve() {
+        u32 largest = 0;
+#pragma unroll
+        for (int i = 0; i < 2 * COUNT; i++) largest = larger_bits(largest, i % 2 ? own[i / 2].y : own[i / 2].x);
+        const int field = query_field(reduce_max(largest));
+        const float factor = power_of_two(field);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) own[i] = make_uint2(halve_pair(own[i].x, factor), halve_pair(own[i].y, factor));
+        unit = power_of_two(254 + READOUT_EXPONENT - field);
+    }
+    DEVICE_MEMBER uint2 operator()(int step) const {
+        return (int)(threadIdx.x % 32 / 4) == step % 8 ? own[step / 8 % COUNT] : make_uint2(0u, 0u);
     }
 };
 
 // sum[i] = the lane's part of the product of row g + 8 i of 16 of an nvfp4 readout and a window's only query, without the
 // scales of rows and of queries. codes, scales: of the lane's row g. Every 16-column block has its own column of the
 // accumulators, which its scales meet once.
-template <int TILES>
 DEVICE void dot_readout_once(float (&sum)[2], const unsigned char* codes, const unsigned char* scales,
-                             const Queries<TILES>& query) {
+                             const SingleQuery& query) {
     const int t = threadIdx.x % 4;
     u32 words[2][PAIRS];
 #pragma unroll
@@ -170,7 +201,7 @@ DEVICE void dot_readout_once(float (&sum)[2], const unsigned char* codes, const 
             widen_codes(words[1][pair], b);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const uint2 q = query(0, 2 * pair + i);
+                const uint2 q = query(2 * pair + i);
                 mma_16bit<FORMAT_FP16>(block, a[2 * i], b[2 * i], a[2 * i + 1], b[2 * i + 1], q.x, q.y);
             }
         }
