@@ -324,7 +324,10 @@ def _check(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, row
         )
     shared_bf16 = (settings.state_dtype, settings.readout_dtype) == ("bfloat16", "same")
     if readout and shared_bf16 and settings.activation_dtype != "bfloat16":
-        reasons.append(f"a bfloat16 checkpoint is multiplied by activations of {settings.activation_dtype}")
+        reasons.append(
+            f"a bfloat16 checkpoint is multiplied by activations of {settings.activation_dtype} (choose bfloat16 "
+            "activations, state_dtype 'float16' or a readout)"
+        )
     if columns % 16 or columns > 256 or rows % 8:
         reasons.append(f"the state is {rows} x {columns} (needs rows in 8s and columns in 16s, at most 256)")
     if reasons:

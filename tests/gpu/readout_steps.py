@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from window_steps import Steps, to_device
 
 from replayssm.plugins import reference
+from replayssm.plugins.contract import READOUT_DTYPES, ROUNDINGS, STATE_DTYPES, ReplaySettings
 from replayssm.plugins.reference.formats import RandomKey, load_checkpoint, store_state
 from replayssm.plugins.state import LayerState
 
 POSITION, LAYER = 1000, 3
+
+
+def format_settings() -> list[dict[str, str]]:
+    """All formats of a state that `ReplaySettings` takes."""
+    taken = []
+    for state, rounding, readout in product(STATE_DTYPES, ROUNDINGS, READOUT_DTYPES):
+        formats = {"state_dtype": state, "state_rounding": rounding, "readout_dtype": readout}
+        try:
+            ReplaySettings(**formats)
+        except ValueError:
+            continue
+        taken.append(formats)
+    return taken
 
 
 def exact_steps(steps: Steps, kernels) -> tuple[LayerState, LayerState]:

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from replayssm.plugins import geometry as geo
 from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry, ReplaySettings
 from replayssm.plugins.readout_geometry import readout_config
 
 sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
 from emulate import Emulated
-from readout_steps import assert_same_bytes, exact_steps
+from readout_steps import assert_same_bytes, exact_steps, format_settings
 from window_steps import Steps, assert_close, assert_nan_stays_in_its_row, compare, to_device
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
@@ -83,6 +84,28 @@ class EmulatedOrder(Emulated):
 
     def _window_config(self, state):
         return readout_config(state.geometry, state.settings, self.arch, early_64ths=24, ordered_rows=1)
+
+
+@pytest.mark.parametrize("activations", ["bfloat16", "float16"])
+@pytest.mark.parametrize("geometry", [Mamba2Geometry(8, 64, 128, 2), GdnGeometry(2, 4, 64, 64)])
+def test_every_combination_has_a_kernel_or_a_reason(geometry, activations: str) -> None:
+    """Which of them compute what the reference computes is tested on a GPU."""
+    refused = {}
+    for formats in format_settings():
+        settings = ReplaySettings(**formats, activation_dtype=activations)
+        try:
+            kernel = geo.window_config(geometry, settings, 90).kernel
+        except geo.UnsupportedGeometryError as error:
+            refused[tuple(formats.values())] = str(error)
+        else:
+            assert kernel.endswith("_readout") == geo.uses_readout(settings), formats
+    expected = {("float64", "nearest", "same"): "the checkpoint is float64"}
+    expected |= {("float64", "nearest", readout): "the checkpoint is float64" for readout in ("float8", "nvfp4")}
+    if activations == "float16":
+        expected["bfloat16", "stochastic", "same"] = "choose bfloat16 activations, state_dtype 'float16' or a readout"
+    assert refused.keys() == expected.keys()
+    for formats, reason in expected.items():
+        assert reason in refused[formats]
 
 
 def make(case: str, seed: int = 0) -> tuple[Steps, Emulated]:

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from replayssm.plugins import geometry as geo
 from replayssm.plugins import launch
 from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry, ReplaySettings
 from replayssm.plugins.readout_geometry import readout_config
 from replayssm.plugins.state import LayerState
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
-from readout_steps import assert_same_bytes, exact_steps
+from readout_steps import assert_same_bytes, exact_steps, format_settings
 from window_steps import Steps, assert_close, compare, to_device
 
 pytestmark = [
@@ -76,6 +77,24 @@ def test_matches_the_reference(case: str) -> None:
     worst = compare(steps, launch, 7 if large else 20)
     torch.set_num_threads(1)
     assert_close(worst, steps)
+
+
+@pytest.mark.parametrize("formats", format_settings(), ids=lambda formats: "-".join(formats.values()))
+@pytest.mark.parametrize("geometry", [Mamba2Geometry(8, 64, 128, 2), GdnGeometry(2, 4, 64, 64)])
+def test_every_combination_of_formats(geometry, formats: dict[str, str]) -> None:
+    """What the contract takes computes what the reference computes and stores its bytes, or is refused."""
+    decode = (formats["state_dtype"] == "float16") == (geometry.kind == "gdn")  # both windows, but not of everything
+    settings = ReplaySettings(**formats, max_window=1 if decode else 3)
+    if formats["state_dtype"] == "float64":
+        with pytest.raises(geo.UnsupportedGeometryError, match="the checkpoint is float64"):
+            geo.window_config(geometry, settings, 90)
+        return
+    torch.set_num_threads(2)
+    assert_close(compare(Steps(geometry, settings, 6, 4, 5, "cuda:0"), launch, 6), Steps(geometry, settings))
+    if geo.uses_readout(settings):
+        expected, mine = exact_steps(Steps(geometry, settings, 6, 4, 6, "cuda:0"), launch)
+        assert_same_bytes(mine, expected)
+    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("case", CASES)
