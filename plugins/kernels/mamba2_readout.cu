@@ -180,7 +180,7 @@ mamba2_readout(
                         *(const uint4*)(window_B + (offset_of(w, B_stride) + offset));
                 });
         }
-        part_x.stage(own_x);
+        part_x.stage(own_x, history, fresh);
         hold_until_here(raw_dt);
         const float A = -expf(bits_to_float(log_A));
         const float dt_new = lane < length ? softplus(activation_to_float((activation_t)raw_dt) + bits_to_float(bias)) : 0.f;

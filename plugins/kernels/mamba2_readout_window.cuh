@@ -23,8 +23,8 @@ DEVICE uint4 load_16(const u16* from, bool valid) { return valid ? *(const uint4
 // x of a part's history and window, on its way from memory to the warp's columns of shared memory, and to the ring.
 struct PartX {
     static constexpr int CHUNKS = CTA_ROWS / 8, AT_ONCE = 32 / CHUNKS;  // tokens
-    static constexpr int STEPS_ALL = (TOKEN_ROWS + AT_ONCE - 1) / AT_ONCE, STEPS_NEW = (MAX_WINDOW + AT_ONCE - 1) / AT_ONCE;
-    uint4 all[STEPS_ALL], fresh[STEPS_NEW];
+    static constexpr int STEPS_PAST = (TOKEN_ROWS + AT_ONCE - 1) / AT_ONCE, STEPS_NEW = (MAX_WINDOW + AT_ONCE - 1) / AT_ONCE;
+    uint4 past[STEPS_PAST], fresh[STEPS_NEW];
 
     // Of the lane. Lanes too many do what others do.
     static DEVICE_MEMBER u32 first_token() {
@@ -33,17 +33,16 @@ struct PartX {
     }
     static DEVICE_MEMBER u32 offset() { return threadIdx.x % 32u % CHUNKS * 8; }
 
-    // ring, window: at the part's first row, of the slot and of the window's first token. Rows beyond history and window
-    // are those of the last token, which are read anyway; no coefficient of theirs differs from zero.
+    // ring, window: at the part's first row, of the slot and of the window's first token. Rows beyond the history are its
+    // last one's, or the window's first one's: read anyway, and of coefficients that are zero.
     DEVICE_MEMBER void load(const activation_t* ring, int first_entry, int history, const activation_t* window, int stride,
                             int length) {
-        const u16 *from = computed(ring + offset()), *from_new = computed(window + offset());
+        const int last = history ? history - 1 : 0, entry = history ? first_entry : 0;
+        const u16 *from = computed((history ? ring : window) + offset()), *from_new = computed(window + offset());
 #pragma unroll
-        for (int n = 0; n < STEPS_ALL; n++) {
-            int k = n * AT_ONCE + (int)first_token();
-            k = k < history + length ? k : history + length - 1;
-            const u16* past = advance(from, wrapped_entry(first_entry + k), 2 * HEADS * ROWS);
-            all[n] = *(const uint4*)computed(k < history ? past : ONE ? from_new : advance(from_new, k - history, 2 * stride));
+        for (int n = 0; n < STEPS_PAST; n++) {
+            const int k = n * AT_ONCE + (int)first_token();
+            past[n] = *(const uint4*)computed(advance(from, wrapped_entry(entry + (k < last ? k : last)), 2 * HEADS * ROWS));
         }
 #pragma unroll
         for (int n = 0; n < STEPS_NEW; n++) {
@@ -52,12 +51,17 @@ struct PartX {
         }
     }
     // x: at the part's first row.
-    DEVICE_MEMBER void stage(activation_t* x) const {
+    DEVICE_MEMBER void stage(activation_t* x, int history, int length) const {
         activation_t* to = x + (first_token() * X_STRIDE + offset());
 #pragma unroll
-        for (int n = 0; n < STEPS_ALL; n++)
+        for (int n = 0; n < STEPS_PAST; n++)
             if (TOKEN_ROWS % AT_ONCE == 0 || n * AT_ONCE + (int)first_token() < TOKEN_ROWS)
-                *(uint4*)(to + n * AT_ONCE * X_STRIDE) = all[n];
+                *(uint4*)(to + n * AT_ONCE * X_STRIDE) = past[n];
+        sync_warp();
+        to += history * X_STRIDE;
+#pragma unroll
+        for (int n = 0; n < STEPS_NEW; n++)
+            if (n * AT_ONCE + (int)first_token() < length) *(uint4*)(to + n * AT_ONCE * X_STRIDE) = fresh[n];
     }
     // Appends the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
     DEVICE_MEMBER void append(activation_t* ring, int first_new, int length) const {
@@ -111,12 +115,14 @@ struct ScoreInputs {
                                    int B_stride, int length) {
 #pragma unroll
         for (int r = 0; r < 2 * TOKEN_STEPS; r++) {
-            const int k = 8 * r + (int)(threadIdx.x % 32u / 4), w = k - history;
+            // Beyond the window its last token's again: nobody uses those products.
+            const int k = 8 * r + (int)(threadIdx.x % 32u / 4), w = query_of(k - history, length);
             const activation_t* past = advance(ring_B + column(0), wrapped_entry(first_entry + k), 2 * GROUPS * COLUMNS);
-            const activation_t* fresh = advance(window_B + column(0), w, 2 * B_stride);
+            const activation_t* fresh = window_B + column(0);
+            if (!ONE) fresh = advance(fresh, w, 2 * B_stride);
             const activation_t* row = computed(w < 0 ? past : fresh);
 #pragma unroll
-            for (int s = 0; s < SCORE_STEPS; s++) B[s][r] = load_16(row + s * (WARPS * 32), w < length && exists(s));
+            for (int s = 0; s < SCORE_STEPS; s++) B[s][r] = load_16(row + s * (WARPS * 32), exists(s));
         }
     }
     // The warp's part of the scores, to shared memory.
