@@ -110,7 +110,7 @@ def readout_config(
             "U_EXACT": 0,
             "U_FROM_CHECKPOINT": int(settings.u_source == "checkpoint"),
         }
-    overlaps = geometry.kind == "mamba2" and limits.bulk_copy  # the architectures that have the one have the other
+    overlaps = limits.bulk_copy  # the architectures that have the one have the other
     return KernelConfig(kernel, tuple(sorted(defines.items())), blocks, threads, shared, overlaps)
 
 
@@ -122,7 +122,7 @@ def _early_64ths(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySetting
     """
     if geometry.kind == "gdn" and blocks > 16 and settings.max_window == 1:
         return 0
-    return min(48, max(8, -(-80 * settings.max_window // settings.buffer_len)))
+    return min(48, max(6, -(-51 * settings.max_window // settings.buffer_len)))
 
 
 def _registers_wanted(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, arch: int) -> int:

@@ -70,6 +70,9 @@ gdn_readout(
     activation_t* o, STATE_PARTS_OUT activation_t* ring_k, u16* ring_u, float* ring_g, int* error_flag) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
+    wait_for_previous_grid();
+    // The next one's blocks may take the places that become free, where they wait for this one's end.
+    let_next_grid_start();
     const u32 thread = threadIdx.x, first_index = blockIdx.x * WARPS, index = first_index + thread / 32;
     const int tid = thread, lane = thread % 32, warp = thread / 32;
     const int first_part = first_index, part = index;
@@ -85,69 +88,69 @@ gdn_readout(
     unsigned char* own_scales = shared.block_scales + (NVFP4 ? warp * (CTA_ROWS * BLOCK_SCALE_BYTES) : 0);
     activation_t* own_v = shared.v + warp * (MAX_WINDOW * CTA_ROWS);
     const auto position_of = [&](int of_slot) {
-        return position_in[offset_of(of_slot, position_stride) + first_part * CTA_TILES];
-    };
-    const auto ordered_row = [&] {
-        return row_at(blockIdx.y, shared.early_rows, [&](u32 row) {
-            const int slot = state_batch_indices[row], seq_len = seq_lens[row], length = window_lens[row];
-            const bool has_slot = slot >= 0 && slot < num_slots;
-            return may_fold(seq_len, position_of(has_slot ? slot : 0), length) && has_slot;
-        });
+        return position_in + (offset_of(of_slot, position_stride) + first_part * CTA_TILES);
     };
     u32 batch_row = blockIdx.y;
-    // Whether the row's place is known, and whether to look for it. The decode kernel looks in two places of the program,
-    // others in one, which is what costs least registers.
-    bool is_placed = !rows_are_ordered(), look = !is_placed && batch_row < early_places();
-    if (ONE && look) batch_row = ordered_row(), is_placed = true, look = false;
     Readout own_readout;
-    Row row;
-    u32 raw_a, raw_b;
-    for (;;) {
-        if (look && !ONE) batch_row = ordered_row(), is_placed = true, look = false;
-        // All that is known before the slot, then all that the slot tells: nothing here waits for more than the slot.
-        const int slot = state_batch_indices[batch_row], seq_len = seq_lens[batch_row];
-        const int start = window_starts[batch_row], window_length = window_lens[batch_row];
-        const bool has_slot = slot >= 0 && slot < num_slots;
-        const int position_now = has_slot ? position_of(slot) : 0;
-        const int own_row_here = own_row, k_column_here = k_column;
-        own_readout.load(STATE_ROWS(has_slot ? slot : 0).from((int)own_row_here), own_scales);
+    int slot, seq_len, start, length, c;  // c: what the tile's checkpoint position says
+    bool has_slot, readable;
+    float g_new;
+    const float log_A = has_gates ? A_log[gate_head] : 0.f, bias = has_gates ? dt_bias[gate_head] : 0.f;
+    for (bool is_placed = !rows_are_ordered();;) {
+        // All that is known before the slot, then all that the slot tells: nothing here waits for more than the slot. The
+        // position goes first: it tells where the history lies.
+        slot = state_batch_indices[batch_row], seq_len = seq_lens[batch_row];
+        start = window_starts[batch_row], length = window_lens[batch_row];
+        has_slot = slot >= 0 && slot < num_slots;
+        const int some_slot = has_slot ? slot : 0;
+        c = *position_of(some_slot);
+        own_readout.load(STATE_ROWS(some_slot).from((int)own_row), own_scales);
         // The window's v and queries, as far as there are any.
-        const bool readable = start >= 0 && window_length >= 0 && (long long)start + window_length <= num_tokens;
-        const int readable_length = !readable ? 0 : window_length < MAX_WINDOW ? window_length : MAX_WINDOW;
+        readable = start >= 0 && length >= 0 && (long long)start + length <= num_tokens;
+        const int readable_length = !readable ? 0 : length < MAX_WINDOW ? length : MAX_WINDOW;
         for_window_chunks<CTA_ROWS, 32>(readable_length, lane, [&](int w, int offset) {
-            copy_async_16(own_v + w * CTA_ROWS + offset, v + (offset_of(start + w, v_stride) + ((int)own_row_here + offset)), true);
+            copy_async_16(own_v + w * CTA_ROWS + offset, v + (offset_of(start + w, v_stride) + ((int)own_row + offset)), true);
         });
         copy_async_commit();
-        raw_a = raw_b = 0;
+        u32 raw_a = 0, raw_b = 0;
         if (has_gates && lane < readable_length) {
             raw_a = a[offset_of(start + lane, a_stride) + gate_head];
             raw_b = b[offset_of(start + lane, b_stride) + gate_head];
         }
-        normalize_queries(shared.queries, shared.half_queries, q + k_column_here, q_stride, k + k_column_here, k_stride,
-                          start, readable_length);
-        row = make_row(slot, seq_len, start, window_length, position_now, num_tokens, num_slots, max_seq_len, MAX_HISTORY);
-        if (is_placed || !has_slot || !may_fold(seq_len, position_now, window_length)) break;
-        // This row has gone to the front, and another one has come here.
-        copy_async_wait();
-        sync_threads();
-        look = true;
-        if constexpr (!ONE) continue;
-        const u32 other = ordered_row();
+        RawQueries raw_queries;
+        raw_queries.load(q + k_column, q_stride, k + k_column, k_stride, start, readable_length);
+        raw_queries.normalize(shared.queries, shared.half_queries);
+        g_new = 0.f;
+        if (has_gates && lane < readable_length) {
+            g_new = -expf(log_A) * softplus(activation_to_float(raw_a) + bias);
+            shared.gates[gate_head - first_head].beta[lane] = sigmoid(activation_to_float(raw_b));
+        }
+        if (is_placed || !(batch_row < early_places() || (has_slot && may_fold(seq_len, c, length)))) break;
+        const u32 other = row_at(batch_row, shared.early_rows, [&](u32 row) {
+            const int slot = state_batch_indices[row], seq_len = seq_lens[row], length = window_lens[row];
+            const bool has_slot = slot >= 0 && slot < num_slots;
+            return may_fold(seq_len, *position_of(has_slot ? slot : 0), length) && has_slot;
+        });
         is_placed = true;
         if (other == batch_row) break;
         batch_row = other;
+        copy_async_wait();
+        sync_threads();
     }
-    int slot = row.slot, start = row.start, seq_len = row.seq_len, length = row.length;
-    if (!row.active || row.length > MAX_WINDOW) copy_async_wait();
-    if (!row.active) {
-        if (row.error && tid == 0) atomic_or(error_flag, row.error);
-        if (!row.in_range) return;
-        for (int i = lane; i < row.length * (CTA_ROWS / 8); i += 32)
-            *(uint4*)(o + offset_of(row.start + i / (CTA_ROWS / 8), HEADS * ROWS) + own_row + i % (CTA_ROWS / 8) * 8) =
-                make_uint4(0, 0, 0, 0);
-        return;
-    }
-    if (row.length > MAX_WINDOW) {
+    c = seq_len ? c : 0;
+    // The ordinary row, in few instructions; make_row says what is wrong with another.
+    if (!(has_slot && readable && length >= 1 && length <= MAX_WINDOW && seq_len >= 0 && seq_len <= max_seq_len - length &&
+          (u32)seq_len - (u32)c <= (u32)MAX_HISTORY)) {
+        copy_async_wait();
+        const Row row = make_row(slot, seq_len, start, length, c, num_tokens, num_slots, max_seq_len, MAX_HISTORY);
+        if (!row.active) {
+            if (row.error && tid == 0) atomic_or(error_flag, row.error);
+            if (!row.in_range) return;
+            for (int i = lane; i < row.length * (CTA_ROWS / 8); i += 32)
+                *(uint4*)(o + offset_of(row.start + i / (CTA_ROWS / 8), HEADS * ROWS) + own_row + i % (CTA_ROWS / 8) * 8) =
+                    make_uint4(0, 0, 0, 0);
+            return;
+        }
         if (skip_prefill) return;
         const auto inputs = [&](int first, int tile_head) {
             return SerialInputs{
@@ -165,9 +168,9 @@ gdn_readout(
         return;
     }
 
-    int history = seq_len - row.checkpoint_position;
+    int history = seq_len - c;
     const bool flush = history > 0 && history + length > BUFFER_LEN;
-    const int first_entry = (u32)row.checkpoint_position % RING_LEN;
+    const int first_entry = (u32)c % RING_LEN;
     u16* own_u = shared.u + warp * U_SIZE;
     stage_u(own_u, ring_u_in + (offset_of(slot, ring_u_stride) + u_column), first_entry, history);
     float g_past = 0.f;
@@ -175,15 +178,10 @@ gdn_readout(
         g_past = ring_g_in[offset_of(slot, ring_g_stride) + (wrapped(first_entry + lane) * HEADS + gate_head)];
     stage_history<COLUMNS, KEY_STRIDE, GROUPS * COLUMNS, THREADS>(
         shared.k, ring_k_in + (offset_of(slot, ring_k_stride) + k_column), first_entry, history, history, tid);
-    if (flush && row.checkpoint_position > 0 && lane == 0)
+    if (flush && c > 0 && lane == 0)
         prefetch(STATE_ROWS(slot).checkpoint + own_row * COLUMNS, CTA_ROWS * COLUMNS * sizeof(state_t));
-    float g_new = 0.f;
-    if (has_gates && lane < length) {
-        g_new = -expf(A_log[gate_head]) * softplus(activation_to_float(raw_a) + dt_bias[gate_head]);
-        shared.gates[gate_head - first_head].beta[lane] = sigmoid(activation_to_float(raw_b));
-        if (gate_head * CTAS_PER_HEAD >= first_part)
-            ring_g[offset_of(slot, ring_g_stride) + (wrapped((u32)seq_len % RING_LEN + lane) * HEADS + gate_head)] = g_new;
-    }
+    if (has_gates && lane < length && gate_head * CTAS_PER_HEAD >= first_part)
+        ring_g[offset_of(slot, ring_g_stride) + (wrapped((u32)seq_len % RING_LEN + lane) * HEADS + gate_head)] = g_new;
     // The state's products need neither the history nor the gates, which are still on their way.
     copy_async_commit();
     copy_async_wait_but_last();
@@ -192,7 +190,7 @@ gdn_readout(
     state_queries.set(shared.half_queries);
     float* stage = (float*)shared.area + warp * STAGED_SIZE;
     StateProducts products;
-    if (row.checkpoint_position > 0 && !flush)
+    if (c > 0 && !flush)
         products.compute(stage, own_readout, STATE_ROWS(slot).from(own_row), own_scales, state_queries, shared.queries);
     if (has_gates) {
         // Held back, or else a comparison with it is kept in a register from further up.
@@ -214,8 +212,8 @@ gdn_readout(
             hold_until_here(slot_now);
             return ONE ? STATE_ROWS((int)slot_now).from(own_row) : kept;
         };
-        fold_history((const uint4*)shared.area, own_u, gates, rows, row.checkpoint_position > 0, first_row,
-                     ROUNDING_KEY(head, row.seq_len));
+        fold_history((const uint4*)shared.area, own_u, gates, rows, c > 0, first_row,
+                     ROUNDING_KEY(head, seq_len));
         sync_threads();
         // An empty history from here on, and the readout as it has been stored.
         // What was known of the row is read again: kept through the fold it would cost registers.
@@ -251,7 +249,7 @@ gdn_readout(
     float* pairs = shared.pairs + (ONE ? 0 : warp * QUERIES * WINDOW_ROWS);
     Coefficients coefficients;
     coefficients.compute(scores, gates, pairs, history);
-    const bool has_state = row.checkpoint_position > 0 || flush;
+    const bool has_state = c > 0 || flush;
     Sums sums;
     sums.compute(stage, products, flush ? gates.window : gates.all, has_state, own_u, coefficients);
     sync_warp();
@@ -262,5 +260,5 @@ gdn_readout(
                           index_now / CTAS_PER_HEAD * (U_PLANES * ROWS) + index_now % CTAS_PER_HEAD * CTA_ROWS));
     };
     const auto o_of = [&](int w) { return o + (offset_of((int)start_now + w, HEADS * ROWS) + index_now * CTA_ROWS); };
-    solve_rows(sums, stage, own_readout, has_state, own_v, gates, pairs, coefficients.pair, length, u_of, o_of);
+    solve_rows(sums, stage, own_readout, has_state, own_v, gates, pairs, coefficients.pair, length, own_u, u_of, o_of);
 }

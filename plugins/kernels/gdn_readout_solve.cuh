@@ -17,6 +17,16 @@ DEVICE void store_pair(u16* at, u32 word, bool both) {
         *(u32*)at = word;
     }
 }
+// Of a window of one token, whose lanes have no neighbouring rows: what the warp has staged, in whole sectors.
+DEVICE void store_staged(u16* ring, u16* output, const u16* staged_u, const u16* staged_output) {
+    constexpr int CHUNKS = CTA_ROWS / 8;
+    for (int i = threadIdx.x % 32; i < (U_PLANES + 1) * CHUNKS; i += 32) {
+        const int plane = i / CHUNKS, offset = i % CHUNKS * 8;
+        const bool is_u = plane < U_PLANES;
+        *(uint4*)((is_u ? ring + plane * ROWS : output) + offset) =
+            *(const uint4*)((is_u ? staged_u + plane * OWN_STRIDE : staged_output) + offset);
+    }
+}
 
 // What the state and the history add up to, on its way to the lanes that solve.
 struct Sums {
@@ -90,10 +100,11 @@ DEVICE void solve(float (&outputs)[MAX_WINDOW], float (&u)[MAX_WINDOW], float (&
     }
 }
 
-// u and outputs of all rows of the warp, stored where u_of(token) and o_of(token) say: of the warp's first row.
+// u and outputs of all rows of the warp, stored where u_of(token) and o_of(token) say: of the warp's first row. staged_u: the
+// history's, which has been read.
 template <class RingRows, class OutputRows>
-DEVICE void solve_rows(const Sums& sums, const float* stage, const Readout& readout, bool has_state, const activation_t* v,
-                       const Gates& gates, const float* pairs, float pair, int length, const RingRows& u_of,
+DEVICE void solve_rows(const Sums& sums, const float* stage, const Readout& readout, bool has_state, activation_t* v,
+                       const Gates& gates, const float* pairs, float pair, int length, u16* staged_u, const RingRows& u_of,
                        const OutputRows& o_of) {
 #pragma unroll
     for (int share = 0; share < SHARES; share++) {
@@ -115,12 +126,17 @@ DEVICE void solve_rows(const Sums& sums, const float* stage, const Readout& read
 #pragma unroll
         for (int w = 0; w < MAX_WINDOW; w++) {
             if (w >= length) continue;
-            u16* at = u_of(w) + first;
+            u16* at = (ONE ? staged_u : u_of(w)) + first;
             const u32 high = pack_bf16(u[0][w], u[1][w]);
             store_pair(at, high, both);
             if (U_PLANES == 2)
-                store_pair(at + (U_PLANES - 1) * ROWS, pack_bf16(u[0][w] - bf16_low(high), u[1][w] - bf16_high(high)), both);
-            store_pair(o_of(w) + first, pack_activation(outputs[0][w], outputs[1][w]), both);
+                store_pair(at + (U_PLANES - 1) * (ONE ? OWN_STRIDE : ROWS), pack_bf16(u[0][w] - bf16_low(high), u[1][w] - bf16_high(high)), both);
+            // Whoever has read these rows' v is the same lane.
+            store_pair((ONE ? v : o_of(w)) + first, pack_activation(outputs[0][w], outputs[1][w]), both);
         }
+    }
+    if constexpr (ONE) {
+        sync_warp();
+        store_staged(u_of(0), o_of(0), staged_u, v);
     }
 }

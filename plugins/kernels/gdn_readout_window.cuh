@@ -31,43 +31,64 @@ DEVICE float query_scale(int query) { return query < MAX_WINDOW ? QUERY_SCALE : 
 // Queries are at most one long, so that 2^14 of them fits fp16 and keeps all bits that matter.
 constexpr float QUERY_UPSCALE = PLAIN_QUERIES ? 1.f : 16384.f;
 
-// One row of q or k, L2-normalised and rounded to the activation format, and the same in fp16 times QUERY_UPSCALE
-// (PLAIN_QUERIES: as it is); zeros where it does not exist. A warp works on it.
-DEVICE void normalize_row(activation_t* to, u16* half, const activation_t* from, bool exists) {
-    const int lane = threadIdx.x % 32;
-    constexpr int WORDS = COLUMNS / 2, COUNT = (WORDS + 31) / 32;
+// A row of q or k as a warp holds it.
+struct RawQuery {
+    static constexpr int WORDS = COLUMNS / 2, COUNT = (WORDS + 31) / 32;
     u32 words[COUNT];
-    float sum = 0.f;
-#pragma unroll
-    for (int n = 0; n < COUNT; n++) {
-        words[n] = exists && n * 32 + lane < WORDS ? ((const u32*)from)[n * 32 + lane] : 0u;
-        sum += activation_low(words[n]) * activation_low(words[n]) + activation_high(words[n]) * activation_high(words[n]);
-    }
-#pragma unroll
-    for (int mask = 16; mask; mask /= 2) sum += shuffle_xor(sum, mask);
-    const float scale = rsqrtf(sum + L2_NORM_EPS);
-#pragma unroll
-    for (int n = 0; n < COUNT; n++) {
-        if (n * 32 + lane >= WORDS) continue;
-        const u32 word = pack_activation(activation_low(words[n]) * scale, activation_high(words[n]) * scale);
-        ((u32*)to)[n * 32 + lane] = word;
-        ((u32*)half)[n * 32 + lane] =
-            PLAIN_QUERIES ? word : pack_fp16(activation_low(word) * QUERY_UPSCALE, activation_high(word) * QUERY_UPSCALE);
-    }
-}
 
-// Those of a window of `length` tokens by the whole block. q and k: of token `start` = 0, at the block's group.
-DEVICE void normalize_queries(activation_t* queries, u16* half_queries, const activation_t* q, int q_stride,
-                              const activation_t* k, int k_stride, int start, int length) {
-    const u32 warp = threadIdx.x / 32u;
+    // Zeros where it does not exist.
+    DEVICE_MEMBER void load(const activation_t* from, bool exists) {
+        const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < (QUERIES + WARPS - 1) / WARPS; i++) {
-        const int n = i * WARPS + warp, w = n % MAX_WINDOW;
-        if (QUERIES % WARPS && n >= QUERIES) break;
-        const activation_t* from = n < MAX_WINDOW ? q + offset_of(start + w, q_stride) : k + offset_of(start + w, k_stride);
-        normalize_row(queries + n * KEY_STRIDE, half_queries + n * KEY_STRIDE, from, w < length);
+        for (int n = 0; n < COUNT; n++)
+            words[n] = exists && n * 32 + lane < WORDS ? ((const u32*)from)[n * 32 + lane] : 0u;
     }
-}
+    // L2-normalised and rounded to the activation format, and the same in fp16 times QUERY_UPSCALE (PLAIN_QUERIES: as it is).
+    DEVICE_MEMBER void normalize(activation_t* to, u16* half) const {
+        const int lane = threadIdx.x % 32;
+        float sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < COUNT; n++)
+            sum += activation_low(words[n]) * activation_low(words[n]) + activation_high(words[n]) * activation_high(words[n]);
+#pragma unroll
+        for (int mask = 16; mask; mask /= 2) sum += shuffle_xor(sum, mask);
+        const float scale = rsqrtf(sum + L2_NORM_EPS);
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) {
+            if (n * 32 + lane >= WORDS) continue;
+            const u32 word = pack_activation(activation_low(words[n]) * scale, activation_high(words[n]) * scale);
+            ((u32*)to)[n * 32 + lane] = word;
+            ((u32*)half)[n * 32 + lane] =
+                PLAIN_QUERIES ? word : pack_fp16(activation_low(word) * QUERY_UPSCALE, activation_high(word) * QUERY_UPSCALE);
+        }
+    }
+};
+
+// Those of a window of `length` tokens, WARPS-th by WARPS-th: a warp asks for all of its own at once.
+struct RawQueries {
+    static constexpr int COUNT = (QUERIES + WARPS - 1) / WARPS;
+    RawQuery own[COUNT];
+
+    // q and k: of token `start` = 0, at the block's group.
+    DEVICE_MEMBER void load(const activation_t* q, int q_stride, const activation_t* k, int k_stride, int start, int length) {
+        const u32 warp = threadIdx.x / 32u;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int n = i * WARPS + warp, w = n % MAX_WINDOW;
+            const bool is_q = n < MAX_WINDOW;
+            own[i].load((is_q ? q : k) + offset_of(start + w, is_q ? q_stride : k_stride), n < QUERIES && w < length);
+        }
+    }
+    DEVICE_MEMBER void normalize(activation_t* queries, u16* half_queries) const {
+        const u32 warp = threadIdx.x / 32u;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int n = i * WARPS + warp;
+            if (QUERIES % WARPS && n >= QUERIES) break;
+            own[i].normalize(queries + n * KEY_STRIDE, half_queries + n * KEY_STRIDE);
+        }
+    }
+};
 
 // ---------------------------------------------------------------------------------------------------------- gates
 
@@ -189,6 +210,9 @@ template <class Rows>
 DEVICE void fold_history(const uint4* fold_keys, const u16* u, const Gates& gates, const Rows& rows, bool has_state,
                          int first_row, const RoundingKey& key) {
     const int lane = threadIdx.x % 32, t = lane % 4;
+    float past[TOKEN_STEPS][4];
+#pragma unroll
+    for (int i = 0; i < 4 * TOKEN_STEPS; i++) past[i / 4][i % 4] = gates.past[i / 4 * 16 + i / 2 % 2 * 8 + 2 * t + i % 2];
     const auto own_values = [&](int group, int step, float(&values)[4]) {
         u32 words[U_PLANES][2];
 #pragma unroll
@@ -200,7 +224,7 @@ DEVICE void fold_history(const uint4* fold_keys, const u16* u, const Gates& gate
             values[i] = i % 2 ? bf16_high(words[0][i / 2]) : bf16_low(words[0][i / 2]);
             if (U_PLANES == 2)
                 values[i] += i % 2 ? bf16_high(words[U_PLANES - 1][i / 2]) : bf16_low(words[U_PLANES - 1][i / 2]);
-            values[i] *= gates.past[16 * step + i / 2 * 8 + 2 * t + i % 2];
+            values[i] *= past[step][i];
         }
     };
     fold_rows(own_values, fold_keys, rows, has_state, gates.history, first_row, key);

@@ -397,6 +397,8 @@ DEVICE float short_reciprocal(float value) {
 }
 // Largest of the lanes' values, in every lane.
 DEVICE u32 reduce_max(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
+// Their sum.
+DEVICE u32 reduce_add(u32 value) { return __reduce_add_sync(0xffffffffu, value); }
 
 // A bit of every lane, in every lane; bits of a word that are set; the lowest of them.
 DEVICE u32 ballot(bool value) { return __ballot_sync(0xffffffffu, value); }

@@ -1,11 +1,11 @@
-// Rows that may fold begin first: a fold takes several times as long as another row's work, and one that begins last is
-// waited for alone. Blocks keep their places; the rows that they work on are exchanged: the i-th row that may fold belongs
-// to place i, and the rows that stood there go where it came from. Every block finds its row by itself, without a word to
-// others, so what they see must not change while they run: a row without history counts as one that may fold, because a
-// row that has just been folded is one.
+// Rows that may fold begin early: a fold takes several times as long as another row's work, and one that begins last is
+// waited for alone. Blocks keep their places; the rows that they work on are exchanged: the n-th of the late rows that may
+// fold changes with the n-th of the early ones that may not. Every block finds its row by itself, without a word to others,
+// so what they see must not change while they run: a row without history counts as one that may fold, because a row that
+// has just been folded is one.
 //
-// Stamped in: EARLY_64THS, the share of the places that such rows may take, and ORDERED_ROWS, the fewest rows that are
-// worth it; 0 leaves every row in its place.
+// Stamped in: EARLY_64THS, the share of the places that give way, and ORDERED_ROWS, the fewest rows that are worth it; 0
+// leaves every row in its place.
 #pragma once
 #include "replay.cuh"
 
@@ -15,6 +15,8 @@ DEVICE bool rows_are_ordered() {
     return EARLY_64THS && gridDim.y >= (u32)ORDERED_ROWS && gridDim.y <= (u32)MAX_ORDERED_ROWS;
 }
 DEVICE u32 early_places() { return gridDim.y * EARLY_64THS / 64; }
+// From here on rows are late. What begins in the first quarter ends in time.
+DEVICE u32 late_places() { return EARLY_64THS > 16 ? early_places() : gridDim.y / 4; }
 
 // Whether a row may fold in this launch, or already has. `position` is what its tile holds.
 DEVICE bool may_fold(int seq_len, int position, int length) {
@@ -23,26 +25,24 @@ DEVICE bool may_fold(int seq_len, int position, int length) {
            (history == 0 || history + length > BUFFER_LEN);
 }
 
-// Index of bit number n of the lanes' words, of which `before` are in the words of lower lanes.
-DEVICE u32 place_of_bit(u32 word, float before, float n) {
-    const u32 lane = threadIdx.x % 32u;
-    const float count = (float)count_bits(word);
-    const u32 from = lowest_bit(ballot(before <= n && n < before + count));
-    const u32 found = float_to_bits(shuffle_from(bits_to_float(word), from));
-    const float rest = n - shuffle_from(before, from);
-    return from * 32 + lowest_bit(ballot((found >> lane & 1u) && (float)count_bits(found & ((1u << lane) - 1u)) == rest));
+// Bits of the lane's word that belong to rows below `row`; lane n has those of rows 32 n on.
+DEVICE u32 bits_below(u32 row) {
+    const u32 first = threadIdx.x % 32u * 32u;
+    return row <= first ? 0u : row >= first + 32u ? 0xffffffffu : (1u << (row - first)) - 1u;
 }
-// Bits in the words of lower lanes.
-DEVICE float bits_before(u32 word) {
-    const u32 lane = threadIdx.x % 32u;
-    const float own = (float)count_bits(word);
-    float sum = own;
+// Index of bit number n (from 0) of the lanes' words, which have more than n.
+DEVICE u32 place_of_bit(u32 word, u32 n) {
+    const u32 lane = threadIdx.x % 32u, own = (u32)count_bits(word);
+    u32 sum = own;  // up to and with the lane's
 #pragma unroll
     for (int delta = 1; delta < 32; delta *= 2) {
-        const float before = shuffle_up(sum, delta);
+        const u32 before = float_to_bits(shuffle_up(bits_to_float(sum), delta));
         if (lane >= (u32)delta) sum += before;
     }
-    return sum - own;
+    const u32 from = lowest_bit(ballot(n < sum)), before = float_to_bits(shuffle_from(bits_to_float(sum - own), (int)from));
+    const u32 found = float_to_bits(shuffle_from(bits_to_float(word), (int)from));
+    const u32 below = (u32)count_bits(found & ((1u << lane) - 1u));
+    return from * 32 + lowest_bit(ballot((found >> lane & 1u) && below == n - before));
 }
 
 // The row at place `place`. `words` [MAX_ORDERED_ROWS / 32] are the block's; early(row) says whether a row may fold. For all
@@ -66,17 +66,10 @@ DEVICE u32 row_at(u32 place, u32* words, const Early& early) {
     }
     sync_threads();
     const u32 word = lane < (rows + 31) / 32 ? words[lane] : 0u;
-    const float before = bits_before(word);
-    const float total = shuffle_from(before + (float)count_bits(word), 31);
-    const u32 places = total < (float)early_places() ? (u32)total : early_places();
-    if (place < places) return place_of_bit(word, before, (float)place);
-    const u32 own_word = float_to_bits(shuffle_from(bits_to_float(word), place / 32));
-    const u32 below = own_word & ((1u << place % 32) - 1u);
-    const float rank = shuffle_from(before, place / 32) + (float)count_bits(below);
-    if (!(own_word >> place % 32 & 1u) || rank >= (float)places) return place;
-    // The place of a row that has gone to the front takes one of those that stood there.
-    const u32 within = places <= lane * 32 ? 0u : places >= lane * 32 + 32 ? 0xffffffffu : (1u << places % 32) - 1u;
-    const u32 stay = word & within, leave = ~word & within;
-    const float stayed = shuffle_from(bits_before(stay) + (float)count_bits(stay), 31);
-    return place_of_bit(leave, bits_before(leave), rank - stayed);
+    const u32 gives_way = ~word & bits_below(early_places()), folds = word & ~bits_below(late_places());
+    const bool in_front = place < early_places();
+    const u32 from = in_front ? gives_way : folds, to = in_front ? folds : gives_way;
+    const u32 rank = reduce_add((u32)count_bits(from & bits_below(place)));
+    const bool moves = rank < reduce_add((u32)count_bits(from & bits_below(place + 1)));
+    return moves && rank < reduce_add((u32)count_bits(to)) ? place_of_bit(to, rank) : place;
 }

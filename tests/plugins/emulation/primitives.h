@@ -415,6 +415,13 @@ DEVICE u32 reduce_max(u32 value) {
         return largest;
     });
 }
+DEVICE u32 reduce_add(u32 value) {
+    return emulation::exchange("redux", {value}, [](u32 (*in)[6], int) {
+        u32 sum = 0;
+        for (int i = 0; i < 32; i++) sum += in[i][0];
+        return sum;
+    });
+}
 
 DEVICE u32 ballot(bool value) {
     return emulation::exchange("ballot", {value}, [](u32 (*in)[6], int) {
