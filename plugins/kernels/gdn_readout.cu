@@ -94,7 +94,8 @@ gdn_readout(
     Readout own_readout;
     int slot, seq_len, start, length, c;  // c: what the tile's checkpoint position says
     bool has_slot, readable;
-    float g_new;
+    RawQueries raw_queries;
+    u32 raw_a, raw_b;
     const float log_A = has_gates ? A_log[gate_head] : 0.f, bias = has_gates ? dt_bias[gate_head] : 0.f;
     for (bool is_placed = !rows_are_ordered();;) {
         // All that is known before the slot, then all that the slot tells: nothing here waits for more than the slot. The
@@ -112,19 +113,12 @@ gdn_readout(
             copy_async_16(own_v + w * CTA_ROWS + offset, v + (offset_of(start + w, v_stride) + ((int)own_row + offset)), true);
         });
         copy_async_commit();
-        u32 raw_a = 0, raw_b = 0;
+        raw_a = raw_b = 0;
         if (has_gates && lane < readable_length) {
             raw_a = a[offset_of(start + lane, a_stride) + gate_head];
             raw_b = b[offset_of(start + lane, b_stride) + gate_head];
         }
-        RawQueries raw_queries;
         raw_queries.load(q + k_column, q_stride, k + k_column, k_stride, start, readable_length);
-        raw_queries.normalize(shared.queries, shared.half_queries);
-        g_new = 0.f;
-        if (has_gates && lane < readable_length) {
-            g_new = -expf(log_A) * softplus(activation_to_float(raw_a) + bias);
-            shared.gates[gate_head - first_head].beta[lane] = sigmoid(activation_to_float(raw_b));
-        }
         if (is_placed || !(batch_row < early_places() || (has_slot && may_fold(seq_len, c, length)))) break;
         const u32 other = row_at(batch_row, shared.early_rows, [&](u32 row) {
             const int slot = state_batch_indices[row], seq_len = seq_lens[row], length = window_lens[row];
@@ -180,8 +174,15 @@ gdn_readout(
         shared.k, ring_k_in + (offset_of(slot, ring_k_stride) + k_column), first_entry, history, history, tid);
     if (flush && c > 0 && lane == 0)
         prefetch(STATE_ROWS(slot).checkpoint + own_row * COLUMNS, CTA_ROWS * COLUMNS * sizeof(state_t));
-    if (has_gates && lane < length && gate_head * CTAS_PER_HEAD >= first_part)
-        ring_g[offset_of(slot, ring_g_stride) + (wrapped((u32)seq_len % RING_LEN + lane) * HEADS + gate_head)] = g_new;
+    // While the history travels.
+    raw_queries.normalize(shared.queries, shared.half_queries);
+    float g_new = 0.f;
+    if (has_gates && lane < length) {
+        g_new = -expf(log_A) * softplus(activation_to_float(raw_a) + bias);
+        shared.gates[gate_head - first_head].beta[lane] = sigmoid(activation_to_float(raw_b));
+        if (gate_head * CTAS_PER_HEAD >= first_part)
+            ring_g[offset_of(slot, ring_g_stride) + (wrapped((u32)seq_len % RING_LEN + lane) * HEADS + gate_head)] = g_new;
+    }
     // The state's products need neither the history nor the gates, which are still on their way.
     copy_async_commit();
     copy_async_wait_but_last();
