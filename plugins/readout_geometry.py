@@ -167,7 +167,8 @@ def _shared_bytes(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettin
     total = area + round_up(max(warps * settings.u_planes[0] * tokens * own, stage - area), 16)
     total += (tokens + 4 * window) * key + warps * window * cta_rows * 2
     total += warps * cta_rows * scale_bytes if nvfp4 else 16
-    total += _block_heads(rows // cta_rows, warps) * (tokens + 4 * window + 1) * 4
+    gates = tokens + 3 * window + 1 + (window * window if window > 1 else 1)
+    total += _block_heads(rows // cta_rows, warps) * gates * 4
     total += warps * 2 * window * round_up(window, 8) * 4 if window > 1 else 4
     total += MAX_ORDERED_ROWS // 8
     return round_up(total, 128)

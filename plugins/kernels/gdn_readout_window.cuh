@@ -100,11 +100,11 @@ constexpr int BLOCK_HEADS = WARPS % CTAS_PER_HEAD == 0 ? WARPS / CTAS_PER_HEAD
 // Of one head, in shared memory.
 struct Gates {
     float past[TOKEN_ROWS];    // decay behind a history token, to the end of the history; zero beyond it
-    float prefix[MAX_WINDOW];  // log decay of the window up to a token
-    float window[MAX_WINDOW];  // its decay
+    float window[MAX_WINDOW];  // decay of the window up to a token
     float all[MAX_WINDOW];     // decay of the history and of the window up to a token
     float beta[MAX_WINDOW];
     float history;  // decay of the history
+    float own[ONE ? 1 : MAX_WINDOW * MAX_WINDOW];  // [w][j]: decay of window token j at token w >= j
 
     // Lane k passes the log decay g of history token k (zero beyond it), lane w that of window token w. Every sum runs over
     // its own terms: differences of one running sum would cancel. Leaves beta alone.
@@ -124,8 +124,15 @@ struct Gates {
         const float behind = shuffle_down(suffix, 1);
         if (lane < TOKEN_ROWS) past[lane] = lane < history ? decay_of(lane < 31 ? behind : 0.f) : 0.f;
         const float total = shuffle_from(suffix, 0);
-        if (lane < MAX_WINDOW) prefix[lane] = sum, window[lane] = decay_of(sum), all[lane] = decay_of(total + sum);
+        if (lane < MAX_WINDOW) window[lane] = decay_of(sum), all[lane] = decay_of(total + sum);
         if (lane == 0) this->history = decay_of(total);
+        if constexpr (!ONE)
+#pragma unroll
+            for (int first = 0; first < MAX_WINDOW * MAX_WINDOW; first += 32) {
+                const int i = first + lane;
+                const float later = shuffle_from(sum, i / MAX_WINDOW % 32), before = shuffle_from(sum, i % MAX_WINDOW);
+                if (i < MAX_WINDOW * MAX_WINDOW) own[i] = decay_of(later - before);
+            }
     }
 };
 
@@ -277,19 +284,14 @@ struct Coefficients {
                     c[i] = j < 0 ? gates.past[token] * gates.window[query[e] % MAX_WINDOW] * score : 0.f;
                     // q . k: the only token of the window is the one behind the history.
                     if (ONE && e == 0) pair += j == 0 ? score : 0.f;
+                    // What a query does not see yet is never read.
                     if (!ONE && n * 8 + 2 * t + e < QUERIES && j >= 0 && j < MAX_WINDOW)
-                        pairs[query[e] * WINDOW_ROWS + j] = own_decay(gates, query[e], j) * score;
+                        pairs[query[e] * WINDOW_ROWS + j] = gates.own[query[e] % MAX_WINDOW * MAX_WINDOW + j] * score;
                 }
                 past[n][step].split(c);
             }
         }
         if constexpr (ONE) pair = shuffle_from(pair, history % 8 * 4);  // lane 4 g has query 0 of token g
-    }
-    // From window token j to the query's; zero if the query does not see it.
-    DEVICE_MEMBER static float own_decay(const Gates& gates, int query, int j) {
-        const int w = query % MAX_WINDOW;
-        if (j == w) return query < MAX_WINDOW ? 1.f : 0.f;
-        return j < w ? decay_of(gates.prefix[w] - gates.prefix[j]) : 0.f;
     }
 };
 
