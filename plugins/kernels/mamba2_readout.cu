@@ -86,7 +86,7 @@ mamba2_readout(
             position_now = flushed ? seq_len : position_of(slot);
             row_scales.load(STATE_ROWS(slot).from(own_row));
         }
-        if (!is_placed && has_slot && may_fold(seq_len, position_now, window_length)) {
+        if (!is_placed && row_index >= late_places() && has_slot && may_fold(seq_len, position_now, window_length)) {
             look = true;
             continue;
         }
@@ -159,7 +159,7 @@ mamba2_readout(
             stage_history<COLUMNS, TOKEN_STRIDE, GROUPS * COLUMNS, THREADS>((u16*)(shared.tile + FOLD_B), past_B, first_entry,
                                                                             history, history, thread);
             if (row.checkpoint_position > 0 && lane == 0)
-                prefetch(STATE_ROWS(slot).checkpoint + own_row * COLUMNS, CTA_ROWS * COLUMNS * sizeof(state_t));
+                prefetch(STATE_ROWS(slot).checkpoint + own_row * COLUMNS, FOLD_AHEAD * COLUMNS * sizeof(state_t));
         } else {
             ScoreInputs inputs;
             inputs.load_queries(window_C, C_stride, length);

@@ -372,6 +372,14 @@ DEVICE u32 multiply_add_bits(u32 a, u32 b, u32 c) {
     asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
     return result;
 }
+// The upper half of a product.
+DEVICE u32 multiply_high(u32 a, u32 b) { return __umulhi(a, b); }
+// A shift that the compiler does not combine with a later one: apart they share the work between two units.
+DEVICE u32 shift_left(u32 value, int bits) {
+    u32 result;
+    asm("shl.b32 %0, %1, %2;" : "=r"(result) : "r"(value), "r"(bits));
+    return result;
+}
 // Both halves of a product, in one instruction.
 DEVICE void multiply_wide(u32& low, u32& high, u32 a, u32 b) {
     asm("{\n.reg .b64 p;\nmul.wide.u32 p, %2, %3;\nmov.b64 {%0, %1}, p;\n}" : "=r"(low), "=r"(high) : "r"(a), "r"(b));

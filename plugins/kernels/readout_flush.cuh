@@ -4,6 +4,12 @@
 
 // Parts of 8 bits into which a coefficient of the fold is split. Two leave 2^-17 of a term, which is little beside the
 // half step (2^-12 and more) of the formats that round; fp32 keeps what is computed.
+#ifndef FOLD_AHEAD
+#define FOLD_AHEAD CTA_ROWS
+#endif
+#ifndef FOLD_PREFETCH
+#define FOLD_PREFETCH 0
+#endif
 constexpr int FOLD_PLANES = STATE_FORMAT == FORMAT_FP32 && ACTIVATION_FORMAT == FORMAT_BF16 ? 3 : 2;
 
 // Rows of the history as the fold's second operand: 8 words of (step of 16 tokens, pair of blocks, lane), two for each of
@@ -66,6 +72,11 @@ DEVICE void fold_rows(const Values& own_values, const uint4* fold_keys, const Ro
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) load_raw(raw[pair], rows.checkpoint + row * COLUMNS, 32 * pair + 4 * t);
         if constexpr (STATE_FORMAT == FORMAT_FP8) scale = e4m3_scale(rows.checkpoint_scales[row]);
+        if (FOLD_PREFETCH && group + 1 < ROW_GROUPS) {
+            const char* next = (const char*)(rows.checkpoint + 8 * (group + 1) * COLUMNS) + 32 * lane;
+#pragma unroll
+            for (int i = 0; i < 8 * COLUMNS * (int)sizeof(state_t); i += 1024) prefetch_sector(next + i);
+        }
     };
     load(0);
 #pragma unroll 1

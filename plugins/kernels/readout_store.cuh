@@ -145,8 +145,9 @@ DEVICE u32 e2m1_pair(float low, float high, float factor) {
 DEVICE u32 nvfp4_word(const float (&s)[8], float first, float second) {
     const u32 a = e2m1_pair(s[0], s[1], first), b = e2m1_pair(s[2], s[3], first);
     const u32 c = e2m1_pair(s[4], s[5], second), d = e2m1_pair(s[6], s[7], second);
-    return (a & 0x8e008e00u) | (rotate_right(b, 29) & 0x70047004u) | (c >> 6 & 0x00380038u) | (c >> 15 & 0x00010001u) |
-           (d >> 3 & 0x01c001c0u) | (d >> 14 & 0x00020002u);
+    // Codes and signs to their places at once, by products that leave something beside them.
+    const u32 e = multiply_high(c & 0x8e008e00u, 1u << 26 | 1u << 17), f = multiply_high(d & 0x8e008e00u, 1u << 29 | 1u << 18);
+    return (a & 0x8e008e00u) | (rotate_right(b, 29) & 0x70047004u) | (e & 0x00390039u) | (f & 0x01c201c2u);
 }
 
 // The nvfp4 readout of the lane's columns of row `row` of `to`, whose largest magnitudes by block and altogether are given.

@@ -84,8 +84,8 @@ DEVICE void random_words(u32 (&words)[4], const RoundingKey& key, int row, int c
 // Bytes i and i + 1 of them, in the upper half; the lower half is something else.
 DEVICE u32 random_bits(const u32 (&words)[4], int i) {
     const u32 word = words[i / 4];
-    if (i % 4 == 2) return word;
-    return permute_bytes(word, words[(i / 4 + 1) % 4], i % 4 == 0 ? 0x1000u : i % 4 == 1 ? 0x2100u : 0x4300u);
+    if (i % 4 == 3) return permute_bytes(word, words[(i / 4 + 1) % 4], 0x4300u);
+    return i % 4 == 2 ? word : shift_left(word, i % 4 ? 8 : 16);
 }
 
 // A number that float_to_state keeps: `value` rounded up or down with 16 random bits. Scaled so that fp32 has the format's

@@ -396,6 +396,8 @@ DEVICE u32 multiply_pairs(u32 a, u32 b) {
                      bits_to_float(a & 0xffff0000u) * bits_to_float(b & 0xffff0000u));
 }
 DEVICE u32 multiply_add_bits(u32 a, u32 b, u32 c) { return a * b + c; }
+DEVICE u32 multiply_high(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+DEVICE u32 shift_left(u32 value, int bits) { return value << bits; }
 DEVICE void multiply_wide(u32& low, u32& high, u32 a, u32 b) {
     const u64 product = (u64)a * b;
     low = (u32)product, high = (u32)(product >> 32);
