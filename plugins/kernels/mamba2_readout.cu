@@ -90,9 +90,14 @@ mamba2_readout(
             look = true;
             continue;
         }
-        const Row row = make_row(slot, seq_len, start, window_length, position_now, num_tokens, num_slots, max_seq_len,
-                                 MAX_HISTORY);
-        if (!row.active || row.length > MAX_WINDOW) {
+        const int c = seq_len ? position_now : 0;
+        // What make_row finds of a row with a window, in fewer instructions.
+        const bool has_window = has_slot && (u32)window_length - 1u < (u32)MAX_WINDOW && (seq_len | start | c) >= 0 &&
+                                (u32)seq_len - (u32)c <= (u32)MAX_HISTORY && seq_len <= max_seq_len - window_length &&
+                                start <= num_tokens - window_length;
+        if (!has_window) {
+            const Row row = make_row(slot, seq_len, start, window_length, position_now, num_tokens, num_slots, max_seq_len,
+                                     MAX_HISTORY);
             if (!row.active) {
                 if (row.error && tid == 0) atomic_or(error_flag, row.error);
                 if (!row.in_range) return;
@@ -131,12 +136,12 @@ mamba2_readout(
             return;
         }
 
-        const int length = row.length, history = row.seq_len - row.checkpoint_position;
+        const int length = window_length, history = seq_len - c;
         const bool flush = history > 0 && history + length > BUFFER_LEN;
         if (flushed) readout_copy_again(shared.tile, own_row - block_row, STATE_ROWS(slot).from(own_row));
         else if (!flush) readout_copy_start(shared.tile, STATE_ROWS(slot).from(block_row), &shared.barrier);
         // What is not folded: queries first, which wait for nothing.
-        const int fresh = flush ? 0 : length, first_entry = row.checkpoint_position % RING_LEN;
+        const int fresh = flush ? 0 : length, first_entry = c % RING_LEN;
         const activation_t* window_C = C + (offset_of(start, C_stride) + B_column);
         constexpr int OWN_QUERIES = (QUERY_ROWS + WARPS - 1) / WARPS;
         QueryRow queries[OWN_QUERIES + SINGLE];
@@ -158,7 +163,7 @@ mamba2_readout(
         if (flush) {
             stage_history<COLUMNS, TOKEN_STRIDE, GROUPS * COLUMNS, THREADS>((u16*)(shared.tile + FOLD_B), past_B, first_entry,
                                                                             history, history, thread);
-            if (row.checkpoint_position > 0 && lane == 0)
+            if (c > 0 && lane == 0)
                 prefetch(STATE_ROWS(slot).checkpoint + own_row * COLUMNS, FOLD_AHEAD * COLUMNS * sizeof(state_t));
         } else {
             ScoreInputs inputs;
@@ -171,7 +176,7 @@ mamba2_readout(
             }
             if constexpr (SINGLE) query.halve();
             inputs.multiply(shared.partial);
-            const int first_new = row.seq_len % RING_LEN;
+            const int first_new = seq_len % RING_LEN;
             part_x.append(ring_x + (offset_of(slot, ring_x_stride) + own_row), first_new, length);
             if (first_of_group)
                 for_window_chunks<COLUMNS, THREADS>(length, thread, [&](int w, int offset) {
@@ -184,7 +189,7 @@ mamba2_readout(
         hold_until_here(raw_dt);
         const float A = -expf(bits_to_float(log_A));
         const float dt_new = lane < length ? softplus(activation_to_float((activation_t)raw_dt) + bits_to_float(bias)) : 0.f;
-        const bool has_state = row.checkpoint_position > 0;
+        const bool has_state = c > 0;
         // Log decays: `suffix` from behind history token `lane` - 1 to the history's end, `prefix` of the window up to token
         // `lane`. Every sum runs over its own terms: differences of one running sum would cancel.
         float suffix = A * dt_past, prefix = A * dt_new;
@@ -227,16 +232,16 @@ mamba2_readout(
                 return STATE_ROWS((int)slot_now).from(own_row);
             };
             fold_rows(own_values, (const uint4*)shared.tile, rows_now, has_state, decay_of(total),
-                      part % CTAS_PER_HEAD * CTA_ROWS, ROUNDING_KEY(head, row.seq_len));
+                      part % CTAS_PER_HEAD * CTA_ROWS, ROUNDING_KEY(head, seq_len));
             sync_threads();
             flushed = 1;
             continue;
         }
 
         if (part % CTAS_PER_HEAD == 0 && lane < length)
-            ring_dt[offset_of(slot, ring_dt_stride) + (wrapped(row.seq_len % RING_LEN + lane) * HEADS + head)] = dt_new;
-        if ((flushed || row.seq_len == 0) && lane < CTA_TILES)
-            position[offset_of(slot, position_stride) + part * CTA_TILES + lane] = row.seq_len;
+            ring_dt[offset_of(slot, ring_dt_stride) + (wrapped(seq_len % RING_LEN + lane) * HEADS + head)] = dt_new;
+        if ((flushed || seq_len == 0) && lane < CTA_TILES)
+            position[offset_of(slot, position_stride) + part * CTA_TILES + lane] = seq_len;
 
         if (!has_state) row_scales.clear();
         Scores score = {};
