@@ -48,12 +48,13 @@ def readout_config(
     min_ctas: int | None = None,
     ahead_tile: bool = False,
     early_64ths: int | None = None,
+    late_64ths: int | None = None,
     ordered_rows: int | None = None,
 ) -> KernelConfig:
     """Decode and verify kernel of a layer whose outputs read a copy of the state.
 
     embedded: restrict shared memory to what a TensorRT plugin may use. cta_rows (of a warp), cta_warps,
-    min_ctas, ahead_rows, ahead_tile, early_64ths, ordered_rows: overrides, for measurements and tests.
+    min_ctas, ahead_rows, ahead_tile, early_64ths, late_64ths, ordered_rows: overrides, for measurements and tests.
     """
     heads, rows, columns = geometry.state_shape
     kernel = f"{geometry.kind}_readout"
@@ -83,6 +84,7 @@ def readout_config(
         per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * _registers_wanted(geometry, settings, arch))
         min_ctas = max(1, min(4 * per_quarter // warps, limits.shared_per_sm // (shared + 1024), 16))
     blocks = heads * (rows // count) // warps
+    early = _early_64ths(geometry, settings, blocks) if early_64ths is None else early_64ths
     defines = {
         **geo.geometry_defines(geometry),
         "ROW_TILES": geometry.row_tiles,
@@ -100,7 +102,8 @@ def readout_config(
         # 181 and 200.
         "AHEAD_ROWS": ahead_rows or 0,
         "AHEAD_TILE": int(ahead_tile),
-        "EARLY_64THS": _early_64ths(geometry, settings, blocks) if early_64ths is None else early_64ths,
+        "EARLY_64THS": early,
+        "LATE_64THS": min(48, 64 - early) if late_64ths is None else late_64ths,
         "ORDERED_ROWS": ordered_rows or ORDERED_ROWS,
         "SHARED_BYTES": shared,
     }
@@ -115,14 +118,14 @@ def readout_config(
 
 
 def _early_64ths(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, blocks: int) -> int:
-    """Share of a batch's rows whose folds may begin first: a quarter more than fold when all tokens are accepted.
+    """Share of a call's rows that give way to rows that fold late (kernels/row_order.cuh): as many as those are.
 
-    H200, batch 256: qwen4b's 16 blocks a row decode in 63.2 us with it and 68.7 without, verify of 5 149 and 155;
-    qwen122b's 32 in 119.4 and 116.8, 285 and 285: there the search of the first blocks costs more than late folds.
+    H200, batch 256, 0 and 6 64ths: qwen4b's 16 blocks a row decode in 65.7 and 61.1 us, qwen122b's 32 in 112.6 and
+    115.3; qwen4b's windows of 5, of whose rows a quarter folds, take 137.9 us at 0, 149.7 at 8 and 146.0 at 16.
     """
-    if geometry.kind == "gdn" and blocks > 16 and settings.max_window == 1:
+    if geometry.kind == "gdn" and (blocks > 16 or settings.max_window > 1):
         return 0
-    return min(48, max(6, -(-51 * settings.max_window // settings.buffer_len)))
+    return min(32, max(6, -(-51 * settings.max_window // settings.buffer_len)))
 
 
 def _registers_wanted(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, arch: int) -> int:

@@ -5,7 +5,7 @@
 //
 // Stamped in: NUM_K_HEADS, NUM_V_HEADS, HEAD_K_DIM, HEAD_V_DIM, ROW_TILES, CTA_ROWS, CTA_WARPS, BUFFER_LEN, MAX_WINDOW,
 // STATE_FORMAT, STOCHASTIC, READOUT_FORMAT, ACTIVATION_FORMAT, U_PLANES, U_FROM_CHECKPOINT, BULK_COPY, MIN_CTAS,
-// EARLY_64THS, ORDERED_ROWS, SHARED_BYTES.
+// EARLY_64THS, LATE_64THS, ORDERED_ROWS, SHARED_BYTES.
 #define HEADS NUM_V_HEADS
 #define GROUPS NUM_K_HEADS
 #define ROWS HEAD_V_DIM
@@ -97,6 +97,11 @@ gdn_readout(
     RawQueries raw_queries;
     u32 raw_a, raw_b;
     const float log_A = has_gates ? A_log[gate_head] : 0.f, bias = has_gates ? dt_bias[gate_head] : 0.f;
+    // What the same block of a later row will read is asked for by a warp that has no gates to scan.
+    int later_slot = -1, later_seq_len = 0, later_position = 0;
+    const u32 later_row = blockIdx.y + AHEAD_ROWS;
+    const bool looks_ahead = AHEAD_ROWS && warp == 0 && later_row < gridDim.y;
+    if (looks_ahead) later_slot = state_batch_indices[later_row], later_seq_len = seq_lens[later_row];
     for (bool is_placed = !rows_are_ordered();;) {
         // All that is known before the slot, then all that the slot tells: nothing here waits for more than the slot. The
         // position goes first: it tells where the history lies.
@@ -131,6 +136,8 @@ gdn_readout(
         copy_async_wait();
         sync_threads();
     }
+    const bool has_later = later_slot >= 0 && later_slot < num_slots;
+    if (AHEAD_ROWS && has_later) later_position = *position_of(later_slot);
     c = seq_len ? c : 0;
     // The ordinary row, in few instructions; make_row says what is wrong with another.
     if (!(has_slot && readable && length >= 1 && length <= MAX_WINDOW && seq_len >= 0 && seq_len <= max_seq_len - length &&
@@ -198,11 +205,24 @@ gdn_readout(
         u32 history_now = history;
         hold_until_here(history_now);
         shared.gates[gate_head - first_head].scan(g_past, g_new, (int)history_now);
+    } else if (AHEAD_ROWS && has_later && later_seq_len > 0 && later_position > 0 && lane == 0 &&
+               !may_fold(later_seq_len, later_position, 1)) {
+        const StateRows later = STATE_ROWS(later_slot).from(block_row);
+        prefetch(later.codes, CTA_STATE_ROWS * CODE_BYTES);
+        if (NVFP4) prefetch(later.block_scales, CTA_STATE_ROWS * BLOCK_SCALE_BYTES);
+#if AHEAD_HISTORY
+        const int later_history = later_seq_len - later_position;
+        if (later_history <= MAX_HISTORY)
+            for (int i = 0; i < later_history; i++) {
+                const int entry = wrapped((u32)later_position % RING_LEN + i);
+                prefetch(ring_u_in + (offset_of(later_slot, ring_u_stride) + (entry * (HEADS * U_PLANES * ROWS) + first_head * U_PLANES * ROWS)), WARPS * CTA_ROWS * U_PLANES * 2);
+                if (first_of_group) prefetch(ring_k_in + (offset_of(later_slot, ring_k_stride) + (entry * (GROUPS * COLUMNS) + k_column)), COLUMNS * 2);
+            }
+#endif
     }
     copy_async_wait();
     sync_threads();
 
-    const Gates& gates = shared.gates[head - first_head];
     if (flush) {
         build_fold_keys<KEY_STRIDE>((uint4*)shared.area, shared.k);
         sync_threads();
@@ -213,7 +233,7 @@ gdn_readout(
             hold_until_here(slot_now);
             return ONE ? STATE_ROWS((int)slot_now).from(own_row) : kept;
         };
-        fold_history((const uint4*)shared.area, own_u, gates, rows, c > 0, first_row,
+        fold_history((const uint4*)shared.area, own_u, shared.gates[head - first_head], rows, c > 0, first_row,
                      ROUNDING_KEY(head, seq_len));
         sync_threads();
         // An empty history from here on, and the readout as it has been stored.
@@ -223,7 +243,7 @@ gdn_readout(
         start = window_starts[batch_row], length = window_lens[batch_row];
         own_readout.load(STATE_ROWS(slot).from(own_row), own_scales);
         for (int i = lane; i < U_SIZE / 8; i += 32) ((uint4*)own_u)[i] = make_uint4(0, 0, 0, 0);
-        history = 0;
+        history = 0, c = seq_len;
         copy_async_wait();
         sync_warp();
         state_queries.set(shared.half_queries);
@@ -234,6 +254,7 @@ gdn_readout(
     u32 slot_now = slot, start_now = start, thread_now = threadIdx.x;
     hold_until_here(slot_now), hold_until_here(start_now), hold_until_here(thread_now);
     const u32 index_now = blockIdx.x * WARPS + thread_now / 32;
+    const Gates& gates = shared.gates[index_now / CTAS_PER_HEAD - first_head];
     const int first_new = (u32)seq_len % RING_LEN;
     // Append the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
     if (first_of_group)
@@ -242,7 +263,9 @@ gdn_readout(
                                 (wrapped(first_new + w) * (GROUPS * COLUMNS) + k_column + offset))) =
                 *(const uint4*)(shared.queries + (MAX_WINDOW + w) * KEY_STRIDE + offset);
         });
-    if ((flush || seq_len == 0) && lane < CTA_TILES)
+    // As after a fold: a row without history has the decay of its window alone, and its position is what it was.
+    const bool is_folded = c == seq_len;
+    if (is_folded && lane < CTA_TILES)
         position[offset_of((int)slot_now, position_stride) + index_now * CTA_TILES + lane] = seq_len;
 
     Scores scores;
@@ -250,7 +273,7 @@ gdn_readout(
     float* pairs = shared.pairs + (ONE ? 0 : warp * QUERIES * WINDOW_ROWS);
     Coefficients coefficients;
     coefficients.compute(scores, gates, pairs, history);
-    const bool has_state = c > 0 || flush;
+    const bool has_state = c > 0;
     Sums sums;
     sums.compute(stage, products, flush ? gates.window : gates.all, has_state, own_u, coefficients);
     sync_warp();

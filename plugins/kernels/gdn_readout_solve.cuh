@@ -46,10 +46,12 @@ struct Sums {
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
             if constexpr (ONE) {
-                // Only the columns of the lanes that solve for these rows.
+                // All lanes of a quad get the same; the one that solves for these rows keeps it.
+                float sum[4] = {};
 #pragma unroll
-                for (int step = 0; step < TOKEN_STEPS; step++)
-                    add_history(past[ONE ? m / 4 : 0], u, c.past[0][step].masked(g / 2 == m % 4), step, m);
+                for (int step = 0; step < TOKEN_STEPS; step++) add_history(sum, u, c.past[0][step], step, m);
+#pragma unroll
+                for (int i = 0; i < 4; i++) past[ONE ? m / 4 : 0][i] = t == m % 4 ? sum[i] : past[ONE ? m / 4 : 0][i];
             } else {
                 float(&sum)[QUERY_TILES][4] = products.value[ONE ? 0 : m];
 #pragma unroll

@@ -250,13 +250,6 @@ struct SplitPairs {
             low[i] = transpose_matrix(pack_bf16(c[2 * i] - bf16_low(word), c[2 * i + 1] - bf16_high(word)));
         }
     }
-    // Nothing where `kept` is false.
-    DEVICE_MEMBER SplitPairs masked(bool kept) const {
-        SplitPairs all = *this;
-#pragma unroll
-        for (int i = 0; i < 2; i++) all.high[i] = kept ? high[i] : 0u, all.low[i] = kept ? low[i] : 0u;
-        return all;
-    }
 };
 
 // Coefficients of u for all queries: of the history's tokens for the matrix unit, of the window's own for the lanes that

@@ -4,8 +4,8 @@
 // so what they see must not change while they run: a row without history counts as one that may fold, because a row that
 // has just been folded is one.
 //
-// Stamped in: EARLY_64THS, the share of the places that give way, and ORDERED_ROWS, the fewest rows that are worth it; 0
-// leaves every row in its place.
+// Stamped in: EARLY_64THS and LATE_64THS, the shares of the places that are early, from the front, and late, from the end;
+// ORDERED_ROWS, the fewest rows that are worth it. EARLY_64THS 0 leaves every row in its place.
 #pragma once
 #include "replay.cuh"
 
@@ -15,8 +15,9 @@ DEVICE bool rows_are_ordered() {
     return EARLY_64THS && gridDim.y >= (u32)ORDERED_ROWS && gridDim.y <= (u32)MAX_ORDERED_ROWS;
 }
 DEVICE u32 early_places() { return gridDim.y * EARLY_64THS / 64; }
-// From here on rows are late. What begins in the first quarter ends in time.
-DEVICE u32 late_places() { return EARLY_64THS > 16 ? early_places() : gridDim.y / 4; }
+// From here on they are late.
+DEVICE u32 late_places() { return gridDim.y - gridDim.y * LATE_64THS / 64; }
+static_assert(EARLY_64THS + LATE_64THS <= 64, "a place is not both");
 
 // Whether a row may fold in this launch, or already has. `position` is what its tile holds.
 DEVICE bool may_fold(int seq_len, int position, int length) {
