@@ -68,6 +68,12 @@ CASES = {
         {"buffer_len": 3, "state_dtype": "float8", "readout_dtype": "nvfp4", "u_source": "checkpoint"},
         90,
     ),
+    "gdn-fp16sr-fp8-checkpoint": (
+        GdnGeometry(1, 2, 32, 16),
+        {"max_window": 2, "buffer_len": 4, "activation_dtype": "float16", "state_dtype": "float16"}
+        | {"readout_dtype": "float8", "u_source": "checkpoint", **STOCHASTIC},
+        90,
+    ),
     "gdn-bf16sr": (GdnGeometry(1, 2, 32, 16), {"max_window": 6, "state_dtype": "bfloat16", **STOCHASTIC}, 80),
 }
 

@@ -97,6 +97,22 @@ def test_every_combination_of_formats(geometry, formats: dict[str, str]) -> None
     torch.set_num_threads(1)
 
 
+WITH_COPY = [
+    formats
+    for formats in format_settings()
+    if formats["readout_dtype"] != "same" and formats["state_dtype"] != "float64"
+]
+
+
+@pytest.mark.parametrize("formats", WITH_COPY, ids=lambda formats: "-".join(formats.values()))
+def test_u_from_every_checkpoint(formats: dict[str, str]) -> None:
+    """GDN whose u reads the checkpoint, beside outputs that read each of its copies."""
+    window = 3 if formats["state_dtype"] == "float16" else 1
+    settings = ReplaySettings(**formats, max_window=window, buffer_len=4, u_source="checkpoint")
+    steps = Steps(GdnGeometry(1, 2, 64, 32), settings, 6, 4, 7, "cuda:0")
+    assert_close(compare(steps, launch, 10), steps)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_stores_the_references_bytes(case: str) -> None:
     """Rounding, scales, codes and random bits, where the fold itself is exact."""
