@@ -165,10 +165,10 @@ def _shared_bytes(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettin
         scores = min(warps, columns // 32) * tokens * (1 if window == 1 else round_up(window, 8))
         total += scores * 4 + (queries + 1) * 4 + MAX_ORDERED_ROWS // 8
         return round_up(round_up(total, 8) + 8, 128)
-    staged = warps * padded * (2 * window + 1 if window > 1 else 8) * 4
+    staged = warps * (padded * (2 * window + 1) if window > 1 else padded * 8 + padded // 32 * 16) * 4
     area = round_up(max(staged, fold_keys), 16)
     total = area + round_up(max(warps * settings.u_planes[0] * tokens * own, stage - area), 16)
-    total += (tokens + 4 * window) * key + warps * window * cta_rows * 2
+    total += (tokens + 2 * window) * (columns + 8) * 2 + 2 * window * key + warps * window * cta_rows * 2
     total += warps * cta_rows * scale_bytes if nvfp4 else 16
     gates = tokens + 3 * window + 1 + (window * window if window > 1 else 1)
     total += _block_heads(rows // cta_rows, warps) * gates * 4

@@ -22,8 +22,8 @@ struct Shared {
     // The fold's keys, then staged products. With u behind them also the states of a prefill row.
     alignas(128) unsigned char area[AREA_SIZE];
     alignas(16) u16 u[larger(WARPS * U_SIZE, (STAGE_SIZE - AREA_SIZE) / 2)];
-    alignas(16) activation_t k[TOKEN_ROWS * KEY_STRIDE];
-    alignas(16) activation_t queries[QUERIES * KEY_STRIDE];
+    alignas(16) activation_t k[TOKEN_ROWS * TOKEN_STRIDE];
+    alignas(16) activation_t queries[QUERIES * TOKEN_STRIDE];
     alignas(16) u16 half_queries[QUERIES * KEY_STRIDE];
     alignas(16) activation_t v[WARPS * MAX_WINDOW * CTA_ROWS];
     alignas(16) unsigned char block_scales[NVFP4 ? WARPS * CTA_ROWS * BLOCK_SCALE_BYTES : 16];
@@ -177,7 +177,7 @@ gdn_readout(
     float g_past = 0.f;
     if (has_gates && lane < history)
         g_past = ring_g_in[offset_of(slot, ring_g_stride) + (wrapped(first_entry + lane) * HEADS + gate_head)];
-    stage_history<COLUMNS, KEY_STRIDE, GROUPS * COLUMNS, THREADS>(
+    stage_history<COLUMNS, TOKEN_STRIDE, GROUPS * COLUMNS, THREADS>(
         shared.k, ring_k_in + (offset_of(slot, ring_k_stride) + k_column), first_entry, history, history, tid);
     if (flush && c > 0 && lane == 0)
         prefetch(STATE_ROWS(slot).checkpoint + own_row * COLUMNS, CTA_ROWS * COLUMNS * sizeof(state_t));
@@ -224,7 +224,7 @@ gdn_readout(
     sync_threads();
 
     if (flush) {
-        build_fold_keys<KEY_STRIDE>((uint4*)shared.area, shared.k);
+        build_fold_keys<TOKEN_STRIDE>((uint4*)shared.area, shared.k);
         sync_threads();
         // What costs fewest registers: addresses that are computed again for a window of one token, or kept.
         const StateRows kept = STATE_ROWS(slot).from(own_row);
@@ -261,7 +261,7 @@ gdn_readout(
         for_window_chunks<COLUMNS, THREADS>(length, tid, [&](int w, int offset) {
             *(uint4*)(ring_k + (offset_of((int)slot_now, ring_k_stride) +
                                 (wrapped(first_new + w) * (GROUPS * COLUMNS) + k_column + offset))) =
-                *(const uint4*)(shared.queries + (MAX_WINDOW + w) * KEY_STRIDE + offset);
+                *(const uint4*)(shared.queries + (MAX_WINDOW + w) * TOKEN_STRIDE + offset);
         });
     // As after a fold: a row without history has the decay of its window alone, and its position is what it was.
     const bool is_folded = c == seq_len;

@@ -189,7 +189,7 @@ DEVICE void dot_checkpoint(float (&product)[QUERY_TILES][4], const StateRows& ro
             for (int e = 0; e < 4; e++) h[e] = tf32_high(a[e]);
 #pragma unroll
             for (int n = 0; n < QUERY_TILES; n++) {
-                const u32 b = *(const u32*)(queries + query_of(n, g) * KEY_STRIDE + column + i / 2 * 16 + i % 2 * 2);
+                const u32 b = *(const u32*)(queries + query_of(n, g) * TOKEN_STRIDE + column + i / 2 * 16 + i % 2 * 2);
                 mma_tf32(product[n], h[0], h[1], h[2], h[3], activation_low(b), activation_high(b));
                 mma_tf32(product[n], a[0] - h[0], a[1] - h[1], a[2] - h[2], a[3] - h[3], activation_low(b),
                          activation_high(b));
@@ -200,7 +200,11 @@ DEVICE void dot_checkpoint(float (&product)[QUERY_TILES][4], const StateRows& ro
 
 // Products of a row that lane 4 g + t passes on to the lane that solves for it: its own q and k, or all queries.
 constexpr int STAGE_STRIDE = ONE ? 8 : QUERIES + 1;
-constexpr int STAGED_SIZE = 8 * 2 * M_TILES * STAGE_STRIDE;  // of a warp
+// Of 16 rows' products. For a window of one token, four tiles' rows of one number share no bank: every second pair of tiles
+// is moved by half of the banks, every second tile has the halves of its rows exchanged.
+DEVICE constexpr int staged_tile(int m) { return m * 16 * STAGE_STRIDE + (ONE ? m / 2 * 16 : 0); }
+DEVICE constexpr int staged_column(int m, int column) { return ONE ? column ^ m % 2 * 4 : column; }
+constexpr int STAGED_SIZE = staged_tile(M_TILES);  // of a warp
 
 // The readout of a warp's rows on its way: codes in registers where they are few, the scales of blocks in shared memory.
 struct Readout {
@@ -261,7 +265,7 @@ struct StateProducts {
                 if (!rows_exist(m, half)) continue;
                 if constexpr (ONE) {
                     if (U_FROM_CHECKPOINT) product[0][2 * half + 1] = t == 0 ? exact[0][2 * half + 1] : 0.f;
-                    *(float2*)(stage + (16 * m + 8 * half + g) * STAGE_STRIDE + 2 * t) =
+                    *(float2*)(stage + staged_tile(m) + (8 * half + g) * STAGE_STRIDE + staged_column(m, 2 * t)) =
                         make_float2(product[0][2 * half], product[0][2 * half + 1]);
                 } else {
                     const float unit = readout.scale(ONE ? 0 : 2 * m + half);

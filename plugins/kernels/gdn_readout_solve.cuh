@@ -64,7 +64,7 @@ struct Sums {
                 for (int i = 0; i < 4 * QUERY_TILES; i++) {
                     const int query = i / 4 * 8 + 2 * t + i % 2, half = i / 2 % 2;
                     if (rows_exist(m, half) && query < QUERIES)
-                        stage[(16 * m + 8 * half + g) * STAGE_STRIDE + query] = sum[i / 4][i % 4];
+                        stage[staged_tile(m) + (8 * half + g) * STAGE_STRIDE + query] = sum[i / 4][i % 4];
                 }
             }
         }
@@ -72,7 +72,7 @@ struct Sums {
     // Outputs and predictions of a row of the lane, from the state and the history.
     DEVICE_MEMBER void take(float (&outputs)[MAX_WINDOW], float (&predicted)[MAX_WINDOW], const float* stage, int row,
                             const Readout& readout, bool has_state, int share, int half) const {
-        const float* staged = stage + row * STAGE_STRIDE;
+        const float* staged = stage + staged_tile(row / 16) + row % 16 * STAGE_STRIDE;
         if constexpr (ONE) {
             const float4 first = ((const float4*)staged)[0], second = ((const float4*)staged)[1];
             const float unit = readout.scale(2 * share + half);

@@ -85,7 +85,7 @@ struct RawQueries {
         for (int i = 0; i < COUNT; i++) {
             const int n = i * WARPS + warp;
             if (QUERIES % WARPS && n >= QUERIES) break;
-            own[i].normalize(queries + n * KEY_STRIDE, half_queries + n * KEY_STRIDE);
+            own[i].normalize(queries + n * TOKEN_STRIDE, half_queries + n * KEY_STRIDE);
         }
     }
 };
@@ -142,7 +142,7 @@ struct Gates {
 struct Scores {
     float value[TOKEN_STEPS][QUERY_TILES][4];
 
-    // keys: of the history, rows KEY_STRIDE apart; the queries lie `to_queries` elements further on in shared memory. The
+    // keys: of the history, rows TOKEN_STRIDE apart, as the queries, which lie `to_queries` elements further on in shared memory. The
     // window's tokens follow the history; their k are among the queries.
     DEVICE_MEMBER void compute(const activation_t* keys, int to_queries, int history) {
         const int lane = threadIdx.x % 32;
@@ -151,7 +151,7 @@ struct Scores {
         for (int step = 0; step < TOKEN_STEPS; step++) {
             const int token = 16 * step + lane % 16, own = token - history;
             const int row = MAX_WINDOW + (own < MAX_WINDOW ? own : MAX_WINDOW - 1);
-            key[step] = (own < 0 ? token * KEY_STRIDE : to_queries + row * KEY_STRIDE) + lane / 16 * 8;
+            key[step] = (own < 0 ? token * TOKEN_STRIDE : to_queries + row * TOKEN_STRIDE) + lane / 16 * 8;
         }
         constexpr int CHAINS = QUERY_TILES * TOKEN_STEPS == 1 ? 2 : 1;  // even and odd steps
         float sum[CHAINS][TOKEN_STEPS][QUERY_TILES][4] = {};
@@ -160,7 +160,7 @@ struct Scores {
             u32 queries[QUERY_TILES][4];
 #pragma unroll
             for (int n = 0; n < QUERY_TILES; n++)
-                load_matrix_x4(queries[n], keys + (to_queries + query_of(n, lane % 8) * KEY_STRIDE + lane / 8 * 8 + 32 * pair));
+                load_matrix_x4(queries[n], keys + (to_queries + query_of(n, lane % 8) * TOKEN_STRIDE + lane / 8 * 8 + 32 * pair));
 #pragma unroll
             for (int i = 0; i < 2; i++)
 #pragma unroll
