@@ -85,13 +85,7 @@ struct RowScales {
 DEVICE void widen_codes(u32 word, u32 (&pairs)[4]) {
     constexpr u32 MASK = 0x8e008e00u;
     pairs[0] = word & MASK;
-#ifdef WIDEN_WIDE
-    u32 low, high;
-    multiply_wide(low, high, word, 1u << 29);
-    pairs[1] = (low | high) & MASK;
-#else
     pairs[1] = rotate_right(word, 3) & MASK;
-#endif
     pairs[2] = (word & 0x00390039u) * (1u << 6 | 1u << 15) & MASK;
     pairs[3] = (word & 0x01c201c2u) * (1u << 3 | 1u << 14) & MASK;
 }

@@ -2,14 +2,14 @@
 #pragma once
 #include "readout_store.cuh"
 
+// What a fold asks for ahead: the first FOLD_AHEAD rows of a part when it is known to fold, then eight while the eight
+// before them are loaded. All at once would be more than the second-level cache holds: H200, batch 256, every row flushing,
+// decode of nano4b 454 us, so 391.
+constexpr int FOLD_AHEAD = CTA_ROWS < 16 ? CTA_ROWS : 16;
+constexpr int EIGHT_ROWS = 8 * COLUMNS * (int)sizeof(state_t);  // bytes
+
 // Parts of 8 bits into which a coefficient of the fold is split. Two leave 2^-17 of a term, which is little beside the
 // half step (2^-12 and more) of the formats that round; fp32 keeps what is computed.
-#ifndef FOLD_AHEAD
-#define FOLD_AHEAD CTA_ROWS
-#endif
-#ifndef FOLD_PREFETCH
-#define FOLD_PREFETCH 0
-#endif
 constexpr int FOLD_PLANES = STATE_FORMAT == FORMAT_FP32 && ACTIVATION_FORMAT == FORMAT_BF16 ? 3 : 2;
 
 // Rows of the history as the fold's second operand: 8 words of (step of 16 tokens, pair of blocks, lane), two for each of
@@ -72,11 +72,10 @@ DEVICE void fold_rows(const Values& own_values, const uint4* fold_keys, const Ro
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) load_raw(raw[pair], rows.checkpoint + row * COLUMNS, 32 * pair + 4 * t);
         if constexpr (STATE_FORMAT == FORMAT_FP8) scale = e4m3_scale(rows.checkpoint_scales[row]);
-        if (FOLD_PREFETCH && group + 1 < ROW_GROUPS) {
-            const char* next = (const char*)(rows.checkpoint + 8 * (group + 1) * COLUMNS) + 32 * lane;
+        if (group + 1 >= ROW_GROUPS) return;
+        const char* next = (const char*)(rows.checkpoint + 8 * (group + 1) * COLUMNS);
 #pragma unroll
-            for (int i = 0; i < 8 * COLUMNS * (int)sizeof(state_t); i += 1024) prefetch_sector(next + i);
-        }
+        for (int n = 0; n < EIGHT_ROWS; n += 1024) prefetch_sector(next + (n + 32 * lane), n + 32 * lane < EIGHT_ROWS);
     };
     load(0);
 #pragma unroll 1

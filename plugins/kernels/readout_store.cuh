@@ -138,9 +138,6 @@ DEVICE void share_block_maxima(const float (&largest)[4 * BLOCK_SHARE], float (&
 // leaves of it. `factor` does both.
 DEVICE u32 e2m1_pair(float low, float high, float factor) {
     const u32 half = pack_fp16(multiply(low, factor), multiply(high, factor));
-#ifdef TIES_AWAY
-    return half + 0x01000100u;
-#endif
     return half + 0x00ff00ffu + (half >> 9 & 0x00010001u);
 }
 
