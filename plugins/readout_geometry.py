@@ -22,8 +22,8 @@ REGISTERS_WANTED = 128
 """Registers per thread, where nothing else is said."""
 
 REGISTERS_OF_MAMBA2 = 80
-"""The same, of nvfp4 readouts. H200, batch 256, super120b, fp16 stochastic, by blocks of a multiprocessor: decode 5:
-98.2 us, 6: 94.4; without a flush 70.6, 65.7, every row flushing 419, 443; verify of 5 192.0, 191.3."""
+"""The same, of nvfp4 readouts. H200, batch 256, fp16 stochastic, by blocks of a multiprocessor: decode of super120b 5:
+97.3 us, 6: 90.2, 7: 92.5 (spilling); nano4b 86.7, 83.9, 88.4."""
 
 REGISTERS_OF_GDN_DECODE = 96
 """The same, H200, qwen4b, by blocks of a multiprocessor: decode 4: 69.5 us, 5: 68.7, 6: 73.2 (spilling in the flush);
@@ -120,12 +120,13 @@ def readout_config(
 def _early_64ths(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, blocks: int) -> int:
     """Share of a call's rows that give way to rows that fold late (kernels/row_order.cuh): as many as those are.
 
-    H200, batch 256, 0 and 6 64ths: qwen4b's 16 blocks a row decode in 65.7 and 61.1 us, qwen122b's 32 in 112.6 and
-    115.3; qwen4b's windows of 5, of whose rows a quarter folds, take 137.9 us at 0, 149.7 at 8 and 146.0 at 16.
+    H200, batch 256, 0 and 6 64ths: nano4b decodes in 93.5 and 83.9 us, super120b in 93.4 and 90.2, qwen4b with its 16
+    blocks a row in 65.7 and 61.1, qwen122b with 32 in 112.6 and 115.3. Of windows of five a quarter of the rows folds:
+    nano4b 187.3 us at 0, 197.9 at 4; qwen4b 137.9 at 0, 149.7 at 8 and 146.0 at 16.
     """
-    if geometry.kind == "gdn" and (blocks > 16 or settings.max_window > 1):
+    if settings.max_window > 1 or (geometry.kind == "gdn" and blocks > 16):
         return 0
-    return min(32, max(6, -(-51 * settings.max_window // settings.buffer_len)))
+    return min(32, max(6, -(-51 // settings.buffer_len)))
 
 
 def _registers_wanted(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, arch: int) -> int:

@@ -308,6 +308,10 @@ DEVICE void write_outputs(activation_t* outputs, const Coefficients& coefficient
     Queries<QUERY_TILES> query;
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) query.set(n, half_C + query_of(8 * n + g, MAX_WINDOW) * KEY_STRIDE);
+    activation_t* to[QUERY_TILES * EACH];
+#pragma unroll
+    for (int i = 0; i < QUERY_TILES * EACH; i++)
+        to[i] = outputs + (Coefficients::window_token(i / EACH, i % EACH) * X_STRIDE + g);
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
         float sum[QUERY_TILES][4] = {}, product[QUERY_TILES][4] = {};
@@ -325,8 +329,7 @@ DEVICE void write_outputs(activation_t* outputs, const Coefficients& coefficient
                 const float tokens = ONE ? sum[n][2 * half] + sum[n][2 * half + 1] : sum[n][2 * half + e];
                 const float state = product[n][2 * half + e] * coefficients.unit[n][e] * row_scale;
                 if (ONE ? threadIdx.x % 4 == 0 : w < length)
-                    outputs[w * X_STRIDE + (16 * m + 8 * half + g)] =
-                        float_to_activation(tokens * coefficients.undo[n][e] + state);
+                    to[i][16 * m + 8 * half] = float_to_activation(tokens * coefficients.undo[n][e] + state);
             }
         }
     }

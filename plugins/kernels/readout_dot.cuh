@@ -76,8 +76,7 @@ struct RowScales {
     DEVICE_MEMBER float own(int i) const { return power_of_two((int)kept[i % COUNT]); }
     // Of the lane's row of eight.
     DEVICE_MEMBER float of_group(int group) const {
-        return WIDE ? 1.f : power_of_two((int)float_to_bits(
-                                shuffle_from(bits_to_float(kept[group / 4 % COUNT]), threadIdx.x % 32 / 4 * 4 + group % 4)));
+        return WIDE ? 1.f : shuffle_from(own(group / 4), threadIdx.x % 32 / 4 * 4 + group % 4);
     }
 };
 
