@@ -45,11 +45,6 @@ mamba2_readout(
     Shared& shared = *(Shared*)memory;
     let_next_grid_start();
     wait_for_previous_grid();
-#ifdef POSITION_AHEAD
-    int later_slot = -1;
-    if (threadIdx.x == THREADS - 1 && blockIdx.y + POSITION_AHEAD < gridDim.y)
-        later_slot = state_batch_indices[blockIdx.y + POSITION_AHEAD];
-#endif
     u32 row_index = blockIdx.y;
     // Whether the row's place is known, and whether to look for it now.
     bool is_placed = !rows_are_ordered(), look = !is_placed && row_index < early_places();
@@ -210,10 +205,6 @@ mamba2_readout(
         }
         const float total = shuffle_from(suffix, 0), behind = shuffle_down(suffix, 1);
         const float weight = dt_past * decay_of(lane < 31 ? behind : 0.f);  // of history token `lane`, zero beyond
-#ifdef POSITION_AHEAD
-        if (later_slot >= 0 && later_slot < num_slots)
-            prefetch_sector(position_in + (offset_of(later_slot, position_stride) + (int)blockIdx.x * (WARPS * CTA_TILES)));
-#endif
         copy_async_wait();
         sync_threads();
         if (!flushed && !flush) readout_copy_wait(&shared.barrier);

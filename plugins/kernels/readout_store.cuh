@@ -222,7 +222,7 @@ DEVICE void store_row(const RowValues& s, const StateRows& to, int row, int head
     if (t == 0 && STATE_FORMAT == FORMAT_FP8) to.checkpoint_scales[row] = (unsigned char)field;
     between();
     // Below 2^15 rounding up stays within fp16.
-    const bool plain = STATE_FORMAT == FORMAT_FP16 && STOCHASTIC && reduce_max(largest) >> 23 < 142;
+    const bool plain = STATE_FORMAT == FORMAT_FP16 && STOCHASTIC && ballot(largest >> 23 >= 142) == 0;
     u32 words[4];
     const auto store_all = [&](bool fast) {
 #pragma unroll
