@@ -70,9 +70,6 @@ gdn_readout(
     activation_t* o, STATE_PARTS_OUT activation_t* ring_k, u16* ring_u, float* ring_g, int* error_flag) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
-    wait_for_previous_grid();
-    // The next one's blocks may take the places that become free, where they wait for this one's end.
-    let_next_grid_start();
     const u32 thread = threadIdx.x, first_index = blockIdx.x * WARPS, index = first_index + thread / 32;
     const int tid = thread, lane = thread % 32, warp = thread / 32;
     const int first_part = first_index, part = index;
@@ -97,11 +94,6 @@ gdn_readout(
     RawQueries raw_queries;
     u32 raw_a, raw_b;
     const float log_A = has_gates ? A_log[gate_head] : 0.f, bias = has_gates ? dt_bias[gate_head] : 0.f;
-    // What the same block of a later row will read is asked for by a warp that has no gates to scan.
-    int later_slot = -1, later_seq_len = 0, later_position = 0;
-    const u32 later_row = blockIdx.y + AHEAD_ROWS;
-    const bool looks_ahead = AHEAD_ROWS && warp == 0 && later_row < gridDim.y;
-    if (looks_ahead) later_slot = state_batch_indices[later_row], later_seq_len = seq_lens[later_row];
     for (bool is_placed = !rows_are_ordered();;) {
         // All that is known before the slot, then all that the slot tells: nothing here waits for more than the slot. The
         // position goes first: it tells where the history lies.
@@ -136,8 +128,6 @@ gdn_readout(
         copy_async_wait();
         sync_threads();
     }
-    const bool has_later = later_slot >= 0 && later_slot < num_slots;
-    if (AHEAD_ROWS && has_later) later_position = *position_of(later_slot);
     c = seq_len ? c : 0;
     // The ordinary row, in few instructions; make_row says what is wrong with another.
     if (!(has_slot && readable && length >= 1 && length <= MAX_WINDOW && seq_len >= 0 && seq_len <= max_seq_len - length &&
@@ -180,7 +170,7 @@ gdn_readout(
     stage_history<COLUMNS, TOKEN_STRIDE, GROUPS * COLUMNS, THREADS>(
         shared.k, ring_k_in + (offset_of(slot, ring_k_stride) + k_column), first_entry, history, history, tid);
     if (flush && c > 0 && lane == 0)
-        prefetch(STATE_ROWS(slot).checkpoint + own_row * COLUMNS, CTA_ROWS * COLUMNS * sizeof(state_t));
+        prefetch(STATE_ROWS(slot).checkpoint + own_row * COLUMNS, FOLD_AHEAD * COLUMNS * sizeof(state_t));
     // While the history travels.
     raw_queries.normalize(shared.queries, shared.half_queries);
     float g_new = 0.f;
@@ -205,20 +195,6 @@ gdn_readout(
         u32 history_now = history;
         hold_until_here(history_now);
         shared.gates[gate_head - first_head].scan(g_past, g_new, (int)history_now);
-    } else if (AHEAD_ROWS && has_later && later_seq_len > 0 && later_position > 0 && lane == 0 &&
-               !may_fold(later_seq_len, later_position, 1)) {
-        const StateRows later = STATE_ROWS(later_slot).from(block_row);
-        prefetch(later.codes, CTA_STATE_ROWS * CODE_BYTES);
-        if (NVFP4) prefetch(later.block_scales, CTA_STATE_ROWS * BLOCK_SCALE_BYTES);
-#if AHEAD_HISTORY
-        const int later_history = later_seq_len - later_position;
-        if (later_history <= MAX_HISTORY)
-            for (int i = 0; i < later_history; i++) {
-                const int entry = wrapped((u32)later_position % RING_LEN + i);
-                prefetch(ring_u_in + (offset_of(later_slot, ring_u_stride) + (entry * (HEADS * U_PLANES * ROWS) + first_head * U_PLANES * ROWS)), WARPS * CTA_ROWS * U_PLANES * 2);
-                if (first_of_group) prefetch(ring_k_in + (offset_of(later_slot, ring_k_stride) + (entry * (GROUPS * COLUMNS) + k_column)), COLUMNS * 2);
-            }
-#endif
     }
     copy_async_wait();
     sync_threads();
