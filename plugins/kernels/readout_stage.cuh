@@ -37,21 +37,6 @@ DEVICE void readout_copy_again(unsigned char* tile, int row, const StateRows& fr
             copy_async_16(tile + CODES_SIZE + row * BLOCK_SCALE_BYTES + i * 16, from.block_scales + i * 16, true);
 }
 
-// Looking ahead, as in replay.cuh: the last warp asks for the later row's ring rows of the whole block, sector by sector,
-// each lane for some. `width` elements from `ring` on, `stride` apart for neighbouring tokens.
-template <int WIDTH>
-DEVICE void prefetch_rows(const LaterRow& later, int checkpoint_position, const u16* ring, int stride) {
-    constexpr int SECTORS = (WIDTH + 15) / 16;  // of 32 bytes
-    const int history = later.seq_len - checkpoint_position;
-    if (checkpoint_position < 0 || history > MAX_HISTORY) return;
-    const int first_entry = checkpoint_position % RING_LEN;
-#pragma unroll
-    for (int n = 0; n < (MAX_HISTORY * SECTORS + 31) / 32; n++) {
-        const u32 i = n * 32 + threadIdx.x % 32, token = i / SECTORS;
-        if ((int)token < history) prefetch_sector(ring + (wrapped(first_entry + token) * stride + i % SECTORS * 16));
-    }
-}
-
 // Ring entry of an index below twice the ring's length, in one instruction beside the sum that it is.
 DEVICE u32 wrapped_entry(u32 entry) {
     const u32 before = entry - RING_LEN;

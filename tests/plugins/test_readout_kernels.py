@@ -78,13 +78,6 @@ CASES = {
 }
 
 
-class Ahead(Emulated):
-    """Blocks that ask for what a later row will read."""
-
-    def _window_config(self, state):
-        return readout_config(state.geometry, state.settings, self.arch, ahead_rows=1, ahead_tile=True)
-
-
 class EmulatedOrder(Emulated):
     """Rows that may fold begin first, in as few places as leave some behind."""
 
@@ -116,8 +109,7 @@ def test_every_combination_has_a_kernel_or_a_reason(geometry, activations: str) 
 
 def make(case: str, seed: int = 0) -> tuple[Steps, Emulated]:
     geometry, settings, arch = CASES[case]
-    kernels = Ahead(arch) if "rows" in case else Emulated(arch)
-    return Steps(geometry, ReplaySettings(**settings), seed=seed), kernels
+    return Steps(geometry, ReplaySettings(**settings), seed=seed), Emulated(arch)
 
 
 @pytest.mark.parametrize("case", CASES)
