@@ -172,7 +172,7 @@ def run(
 
     tune: try all rows per block at the first batch size and use the fastest, rather than those of the launch tables.
     formats: state_dtype, or state_dtype:state_rounding:readout_dtype. With a readout, ceilings are those of its size;
-    the plain baseline keeps fp32.
+    the plain baseline and peers keep fp32.
     """
     results = Results(benchmark, directory)
     pool = torch.randn(544 << 20, device="cuda")
@@ -202,9 +202,9 @@ def run(
                     for fill in ("desync", 8, "flush"):
                         measure(results, name, settings, batch, window, fill, advance, limit, ours_ok, rows)
                     measure(results, name, plain, batch, window, "flush", advance, limit, plain_ok, variant="plain")
-                    if state_dtype == "float32":
+                    if state_dtype == "float32" or has_copy:
                         known = measure_peers(results, name, batch, window, limit, known)
-                        if isinstance(GEOMETRIES[name], Mamba2Geometry):
+                        if isinstance(GEOMETRIES[name], Mamba2Geometry) and not has_copy:
                             known_replay = measure_replay_peers(
                                 results, name, settings, batch, window, advance, limit, known_replay
                             )
