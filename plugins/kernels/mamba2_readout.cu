@@ -43,7 +43,6 @@ mamba2_readout(
     activation_t* y, STATE_PARTS_OUT activation_t* ring_x, activation_t* ring_B, float* ring_dt, int* error_flag) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
-    let_next_grid_start();
     wait_for_previous_grid();
     u32 row_index = blockIdx.y;
     // Whether the row's place is known, and whether to look for it now.
@@ -255,6 +254,7 @@ mamba2_readout(
         const unsigned char* codes = shared.tile + (warp * CTA_ROWS + g) * CODE_STRIDE;
         const unsigned char* scales = shared.tile + (CODES_SIZE + (warp * CTA_ROWS + g) * BLOCK_SCALE_BYTES);
         const activation_t* x_rows = own_x + ((thread % 8 + thread % 32 / 16 * 8) * X_STRIDE + thread / 8 % 2 * 8);
+        let_next_grid_start();  // nothing is read from memory any more
         if constexpr (SINGLE) {
             write_single_outputs(y + (offset_of(start, HEADS * ROWS) + own_row), coefficients, x_rows, has_state, codes, scales,
                                  query, row_scales);
