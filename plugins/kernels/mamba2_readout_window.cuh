@@ -26,11 +26,12 @@ struct PartX {
     static constexpr int STEPS_PAST = (TOKEN_ROWS + AT_ONCE - 1) / AT_ONCE, STEPS_NEW = (MAX_WINDOW + AT_ONCE - 1) / AT_ONCE;
     uint4 past[STEPS_PAST], fresh[STEPS_NEW];
 
-    // Of the lane. Lanes too many do what others do.
+    // Of the lane. Lanes too many read what others do, and store nothing.
     static DEVICE_MEMBER u32 first_token() {
         const u32 token = threadIdx.x % 32u / CHUNKS;
-        return 32 % CHUNKS == 0 || token < AT_ONCE ? token : AT_ONCE - 1;
+        return stores() ? token : AT_ONCE - 1;
     }
+    static DEVICE_MEMBER bool stores() { return 32 % CHUNKS == 0 || threadIdx.x % 32u < AT_ONCE * CHUNKS; }
     static DEVICE_MEMBER u32 offset() { return threadIdx.x % 32u % CHUNKS * 8; }
 
     // ring, window: at the part's first row, of the slot and of the window's first token. Rows beyond the history are its
@@ -55,20 +56,20 @@ struct PartX {
         activation_t* to = x + (first_token() * X_STRIDE + offset());
 #pragma unroll
         for (int n = 0; n < STEPS_PAST; n++)
-            if (TOKEN_ROWS % AT_ONCE == 0 || n * AT_ONCE + (int)first_token() < TOKEN_ROWS)
+            if (stores() && (TOKEN_ROWS % AT_ONCE == 0 || n * AT_ONCE + (int)first_token() < TOKEN_ROWS))
                 *(uint4*)(to + n * AT_ONCE * X_STRIDE) = past[n];
         sync_warp();
         to += history * X_STRIDE;
 #pragma unroll
         for (int n = 0; n < STEPS_NEW; n++)
-            if (n * AT_ONCE + (int)first_token() < length) *(uint4*)(to + n * AT_ONCE * X_STRIDE) = fresh[n];
+            if (stores() && n * AT_ONCE + (int)first_token() < length) *(uint4*)(to + n * AT_ONCE * X_STRIDE) = fresh[n];
     }
     // Appends the window to the ring. These rows are no row's history yet, so nobody reads them during this launch.
     DEVICE_MEMBER void append(activation_t* ring, int first_new, int length) const {
 #pragma unroll
         for (int n = 0; n < STEPS_NEW; n++) {
             const int w = n * AT_ONCE + (int)first_token();
-            if (w < length) *(uint4*)(ring + (wrapped(first_new + w) * (HEADS * ROWS) + (int)offset())) = fresh[n];
+            if (stores() && w < length) *(uint4*)(ring + (wrapped(first_new + w) * (HEADS * ROWS) + (int)offset())) = fresh[n];
         }
     }
 };
