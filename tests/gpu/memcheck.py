@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.append(str(Path(__file__).parent))
 from packed_products import check_everything
 from window_steps import Steps, assert_close, compare
@@ -70,3 +72,7 @@ if __name__ == "__main__":
         check(geometry, settings)
     check_everything("cuda:0")
     print("packed products", flush=True)
+    # Kernels between products and around captured steps: their tests are as small.
+    tests = Path(__file__).parents[1] / "plugins"
+    files = [str(tests / f"test_{name}.py") for name in ("elementwise", "step_ends", "routing", "state")]
+    sys.exit(pytest.main([*files, "-m", "gpu", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]))
