@@ -19,7 +19,7 @@ DEVICE u32 halve_pair(u32 pair, float factor) {
     return (u32)float_to_fp16(activation_low(pair) * factor) | (u32)float_to_fp16(activation_high(pair) * factor) << 16;
 }
 
-// A row of queries (C, or q and k), COLUMNS activations, in a warp's registers, on its way to fp16.
+// A row of queries C, COLUMNS activations, in a warp's registers, on its way to fp16.
 struct QueryRow {
     static constexpr int WORDS = COLUMNS / 2, COUNT = (WORDS + 31) / 32;
     u32 words[COUNT];

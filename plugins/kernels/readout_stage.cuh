@@ -76,41 +76,6 @@ DEVICE void stage_history(u16* to, const u16* ring, int first_entry, int history
     }
 }
 
-// The same where WIDTH fills a warp's copies: each warp copies whole rows.
-template <int WIDTH, int TO_STRIDE, int FROM_STRIDE>
-DEVICE void stage_wide_history(u16* to, const u16* ring, int first_entry, int history, int zeros, u32 thread) {
-    constexpr int CHUNKS = WIDTH / 8;
-    const u32 lane = thread % 32, warp = thread / 32;
-    u32 at = shared_address(to + (warp * TO_STRIDE + lane * 8));
-    hold_until_here(at);
-    const u16* from = computed(ring + lane * 8);
-#pragma unroll
-    for (int n = 0; n < (TOKEN_ROWS + WARPS - 1) / WARPS; n++) {
-        const int k = (int)warp + n * WARPS;
-        if (TOKEN_ROWS % WARPS && k >= TOKEN_ROWS) break;
-        const bool valid = k < history;
-        const u16* row = (const u16*)((const char*)from + (u64)wrapped_entry(first_entry + k) * (2 * FROM_STRIDE));
-        if (valid || k >= zeros)
-#pragma unroll
-            for (int c = 0; c < CHUNKS; c += 32)
-                if (CHUNKS % 32 == 0 || c + 32 <= CHUNKS || c + (int)lane < CHUNKS)
-                    copy_async_16_to(at + (n * WARPS * TO_STRIDE + c * 8) * 2, row + c * 8, valid);
-    }
-}
-
-// body(row, offset) for chunks of 8 of `length` rows of WIDTH elements, a row to a warp.
-template <int WIDTH, class Body>
-DEVICE void for_window_rows(int length, u32 thread, const Body& body) {
-#pragma unroll
-    for (int n = 0; n < (MAX_WINDOW + WARPS - 1) / WARPS; n++) {
-        const int w = (int)(thread / 32) + n * WARPS;
-        if (w >= length) break;
-#pragma unroll
-        for (int c = 0; c < WIDTH / 8; c += 32)
-            if (WIDTH / 8 % 32 == 0 || c + (int)(thread % 32) < WIDTH / 8) body(w, (c + (int)(thread % 32)) * 8);
-    }
-}
-
 // body(row, offset) for chunks of 8 of `length` rows of WIDTH elements, at most MAX_WINDOW rows.
 template <int WIDTH, int COUNT, class Body>
 DEVICE void for_window_chunks(int length, u32 thread, const Body& body) {
