@@ -75,6 +75,10 @@ DEVICE void store_checkpoint(state_t* to, const float (&s)[8], int column, const
                 words[i / 4] = (i % 4 ? words[i / 4] : 0u) | (u32)rounded[i] << i % 4 * 8;
             else words[i / 2] = (i % 2 ? words[i / 2] : 0u) | (u32)rounded[i] << i % 2 * 16;
         }
+        // Where it sees the four numbers that a u64 is put together from, ptxas 13.0 (sm_90) exchanges the first and the third.
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if constexpr (STATE_FORMAT == FORMAT_FP16 || STATE_FORMAT == FORMAT_BF16) hold_until_here(words[i]);
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
