@@ -111,7 +111,7 @@ def readout_config(
             "U_EXACT": 0,
             "U_FROM_CHECKPOINT": int(settings.u_source == "checkpoint"),
         }
-    overlaps = geometry.kind == "mamba2" and limits.bulk_copy  # the architectures that have the one have the other
+    overlaps = limits.bulk_copy  # the architectures that have the one have the other
     return KernelConfig(kernel, tuple(sorted(defines.items())), blocks, threads, shared, overlaps)
 
 

@@ -70,6 +70,7 @@ gdn_readout(
     activation_t* o, STATE_PARTS_OUT activation_t* ring_k, u16* ring_u, float* ring_g, int* error_flag) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
+    wait_for_previous_grid();
     const u32 thread = threadIdx.x, first_index = blockIdx.x * WARPS, index = first_index + thread / 32;
     const int tid = thread, lane = thread % 32, warp = thread / 32;
     const int first_part = first_index, part = index;
@@ -260,5 +261,6 @@ gdn_readout(
                           index_now / CTAS_PER_HEAD * (U_PLANES * ROWS) + index_now % CTAS_PER_HEAD * CTA_ROWS));
     };
     const auto o_of = [&](int w) { return o + (offset_of((int)start_now + w, HEADS * ROWS) + index_now * CTA_ROWS); };
+    let_next_grid_start();
     solve_rows(sums, stage, own_readout, has_state, own_v, gates, pairs, coefficients.pair, length, own_u, u_of, o_of);
 }
