@@ -74,7 +74,7 @@ def test_readout_kernels_compile(geometry, settings, arch: int, embedded: bool, 
 @pytest.mark.parametrize("geometry", [SUPER, QWEN], ids=["mamba2", "gdn"])
 @pytest.mark.parametrize("formats", [{"state_dtype": "bfloat16", "state_rounding": "stochastic"}, NVFP4])
 def test_stores_are_put_together_from_words(geometry, formats, kernel_cache: Path) -> None:
-    """ptxas 13.0 exchanges two of four 16-bit numbers that it sees put together into one of 64 bits (seen on an H200)."""
+    """ptxas 13.0 exchanges two of four 16-bit numbers that it sees put together into one of 64 bits (on an H200)."""
     config = geo.window_config(geometry, ReplaySettings(**formats), 90)
     ptx = nvrtc.compile_kernel(config.kernel, dict(config.defines), 90, "ptx", kernel_cache).image.decode()
     assert "st.global.u64" in ptx
