@@ -216,8 +216,8 @@ def assert_close(worst: dict[str, float], steps: Steps) -> None:
     GDN prefill folds k, and few of its elements round the other way (2^-9 each); 16-bit states and rings differ by one
     ulp in few elements. A readout's element rounds the other way where S lies within its own error of a boundary: an
     error of 2^-17 of a term (16 bits of mantissa, see above) and steps of some 1/4 (nvfp4) or 2^-4 (fp8) of an element
-    are one in 2^15 or 2^13 of them, 1.4e-3 or 7e-4 of the whole; a single one of a small state may be thrice that. So may
-    one of an fp8 checkpoint, thrice the mean and moved by 2^-3 of itself.
+    are one in 2^15 or 2^13 of them, 1.4e-3 or 7e-4 of the whole; a single one of a small state may be thrice that.
+    So may one of an fp8 checkpoint, thrice the mean and moved by 2^-3 of itself.
     """
     exact = steps.settings.state_dtype == "float32"
     gdn = steps.geometry.kind == "gdn"
