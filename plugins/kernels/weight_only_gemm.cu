@@ -235,7 +235,8 @@ struct Work {
     // For as few of the block's tokens as hold the first `count`.
     template <int USED = PARTS>
     DEVICE_MEMBER void multiply_first(int count, float (&sums)[2][PARTS][4]) const {
-        constexpr int FEWER = USED - (PARTS > 4 ? 2 : 1);
+        // As many forms as pay: each is a loop of its own to compile.
+        constexpr int FEWER = USED - (PARTS <= 4 ? 1 : PARTS <= 8 || USED > 12 ? 2 : 4);
         if constexpr (FEWER > 0) {
             if (count <= 8 * FEWER) {
                 multiply_first<FEWER>(count, sums);
