@@ -136,7 +136,7 @@ if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=rank_main, args=(Place(r, 2, "cuda", sys.argv[1], 1),)) for r in range(2)]
     [each.start() for each in ranks]
-    [each.join(80) for each in ranks]
+    [each.join(25) for each in ranks]
     sys.exit(max(9 if each.exitcode is None else abs(each.exitcode) for each in ranks))
 """
 
