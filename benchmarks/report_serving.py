@@ -20,7 +20,7 @@ def serving_table(lines: list[Line]) -> str:
         for line in select(lines, benchmark="serve_ngram", op="serve")
     ]
     head = ["model", "variant", "tokens/s", "over plain", "over snapshots", "tokens a row and step"]
-    return table([*head, "device at prompts", "device idle", "like plain's text up to"], rows)
+    return table([*head, "device at prompts", "copies or idle", "like the first's text up to"], rows)
 
 
 def over_plain(line: Line) -> str:
@@ -29,7 +29,7 @@ def over_plain(line: Line) -> str:
 
 
 def device_shares(line: Line) -> list[str]:
-    """Of the elapsed time: at prompt steps, and at none."""
+    """Of the elapsed time: the device at captured prompt steps, and at none (snapshots are copied outside of them)."""
     if "device_decode_share" not in line:
         return ["", ""]
     prompts = line.get("device_prompt_share", 0.0)
