@@ -17,7 +17,7 @@ def parallel_table(lines: list[Line]) -> str:
         rows.append(
             [
                 f"{model_of(line)}, batch {line['batch']}",
-                f"{line['ranks']}",
+                line["variant"].replace(" gpus", ""),
                 f"{whole[0]['median_us'] / 1e3:.2f}",
                 f"{line['median_us'] / 1e3:.2f}",
                 f"**{line['speedup']:.2f}x** ({line['speedup_p10']:.2f} to {line['speedup_p90']:.2f})",

@@ -47,7 +47,8 @@ def _token_rows(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`tensor` [T, ...] as the kernels read it: a copy only where a token is not dense or not on a 16-byte boundary."""
     tensor = tensor.to(dtype)
     dense = tensor[:1].is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.stride(0) % 8 == 0
-    return tensor if dense or tensor.shape[0] == 0 else tensor.contiguous()
+    # `contiguous` leaves a single token as it is, wherever it lies.
+    return tensor if dense or tensor.shape[0] == 0 else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _or_reference(name: str) -> Callable[[Callable], Callable]:

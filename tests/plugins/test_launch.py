@@ -193,3 +193,15 @@ def test_cuda_operators_fall_back_to_the_reference(emulated_device: None) -> Non
     with pytest.warns(UserWarning, match="activations are float32"):
         worst = compare(steps, cuda_ops, 6)
     assert max(worst.values()) == 0.0
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("width", "start"), [(772, 0), (776, 4), (776, 8)])
+def test_tokens_that_kernels_cannot_read_where_they_lie_are_copied(tokens, width, start):
+    """Slices of projections whose width, or start, is no multiple of 16 bytes; a single token's too."""
+    x = torch.randn(tokens, width).bfloat16()[:, start : start + 512]
+    rows = cuda_ops._token_rows(x, torch.bfloat16)
+    assert torch.equal(rows, x)
+    assert rows.stride(0) % 8 == 0
+    assert rows.data_ptr() % 16 == 0
+    assert (rows.data_ptr() == x.data_ptr()) == (width == 776 and start == 8)
