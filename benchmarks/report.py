@@ -74,7 +74,7 @@ def model_of(line: Line) -> str:
     if shape_of(line) != line["geometry"]:
         name += f", {line['geometry'].partition('-')[2].upper()} weights"
     if line.get("fp8_products"):
-        name += " and activations"
+        name += " and activations" if line["geometry"].endswith("-fp8") else ", FP8 layers with FP8 activations"
     whole = line["layers"] == line["layers_total"]
     return name if whole else f"{name} ({line['layers']} of {line['layers_total']} layers)"
 
