@@ -41,7 +41,7 @@ def test_begin(window: int, keeps: bool, device: str) -> None:
     assert wanted[1].tolist() == [start + place for start in (7, 0, 260, 11) for place in range(window)]
     moved = on(device, *arguments)
     tokens, positions = torch.full_like(moved[0], -9), torch.full_like(moved[0], -9, dtype=torch.int32)
-    step_ends.plan_begin(*moved, tokens, positions).run(torch.device(device))
+    step_ends.plan_begin(*moved, tokens, positions).run(moved[0].device)
     assert torch.equal(tokens.cpu(), wanted[0])
     assert torch.equal(positions.cpu(), wanted[1])
 
@@ -79,7 +79,7 @@ def test_end(window: int, keeps: bool, device: str) -> None:
         assert torch.equal(arguments[6], before[6])
         assert torch.equal(arguments[7], before[7])
     got = torch.full((2 * count + 1,), -9, device=device)
-    step_ends.plan_end(*moved, got).run(torch.device(device))
+    step_ends.plan_end(*moved, got).run(moved[0].device)
     assert torch.equal(got.cpu(), answer)
     for mine, wanted in zip(moved[5:], arguments[5:], strict=True):
         assert wanted is None or torch.equal(mine.cpu(), wanted)
