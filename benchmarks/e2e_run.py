@@ -29,7 +29,7 @@ PREFILL_TOKENS = 8192
 """Tokens of one prefill step of the prompts."""
 
 KERNEL_CLASSES = (
-    ("collective", ("nccl",)),
+    ("collective", ("nccl", "one_shot_all_reduce")),
     ("ssm", ("mamba2_", "gdn_")),
     ("conv", ("causal_conv1d",)),
     ("routing", ("route_tokens", "route_experts", "combine_experts")),

@@ -53,7 +53,7 @@ class RankModel(Model):
 
     rank: int = 0
     ranks: int = 1
-    one_shot_bytes: int = 0
+    one_shot_bytes: int = ONE_SHOT_BYTES
 
     def engine(self, settings: ReplaySettings, batch: int) -> Engine:
         operators = collectives(one_shot_bytes=self.one_shot_bytes)
@@ -67,7 +67,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_common_options(parser, batch_sizes=[256], steps=320, warmup=32)
     parser.add_argument("--prompt-len", type=int, default=64, help="tokens of every prompt")
     parser.add_argument("--ranks", type=int, default=2, help="GPUs to divide the model over; default 2")
-    parser.add_argument("--compare-sums", action="store_true", help="also time the divided model with one-shot sums")
+    parser.add_argument("--compare-sums", action="store_true", help="also time the divided model with all sums by NCCL")
     return parser.parse_args(arguments)
 
 
@@ -87,7 +87,7 @@ class Rank:
         ranks = f"{place.ranks} gpus" if place.ranks > 1 else "1 gpu, divided"
         self.models = {"1 gpu": self.whole, ranks: part}
         if options.compare_sums:
-            self.models[f"{ranks}, one-shot sums"] = dataclasses.replace(part, one_shot_bytes=ONE_SHOT_BYTES)
+            self.models[f"{ranks}, NCCL sums"] = dataclasses.replace(part, one_shot_bytes=0)
         self.part = part
 
     def _load(self) -> Model:

@@ -107,7 +107,8 @@ def _divided(engine: Engine, rank: int, ranks: int, operators: Mapping[str, Call
 class OneShotSums:
     """Sums over the GPUs of one machine where each reads what it lacks from the others' memory, in one kernel.
 
-    PyTorch's symmetric memory does it. Ranks whose memory the others cannot reach leave all sums to the group's
+    PyTorch's symmetric memory does it, with smaller gaps around its kernels than NCCL: a decode step of a 4B model over
+    two H200s is 1.5 to 5 % shorter. Ranks whose memory the others cannot reach leave all sums to the group's
     backend, which the ranks agree on.
     """
 
@@ -149,11 +150,13 @@ class OneShotSums:
         return buffer if bool(agreed) else None
 
 
-def collectives(group: dist.ProcessGroup | None = None, one_shot_bytes: int = 0) -> dict[str, Callable[..., Any]]:
+def collectives(
+    group: dist.ProcessGroup | None = None, one_shot_bytes: int = ONE_SHOT_BYTES
+) -> dict[str, Callable[..., Any]]:
     """`all_reduce`(x), and `all_gather`(x) along the last dimension, over a process group.
 
     group: None is the default one, which may be made later. one_shot_bytes: between GPUs, sums of tensors of at most
-    so many bytes are taken by `OneShotSums`; 0 leaves all to NCCL, because the others have not met two GPUs yet.
+    so many bytes are taken by `OneShotSums`; 0 leaves all to NCCL.
     """
     one_shot = OneShotSums(group, one_shot_bytes)
 
