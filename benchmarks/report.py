@@ -180,8 +180,8 @@ def batch_table(lines: list[Line]) -> str:
     rows = []
     for name, known in PUBLISHED_STEPS.items():
         own = [line for line in found if shape_of(line) == name]
-        for title, layers in sorted({(model_of(line), line["layers"]) for line in own}) or [(NAMES[name], None)]:
-            ours = {line["batch"]: f"{line['speedup']:.2f}" for line in own if line["layers"] == layers}
+        for title in sorted({model_of(line) for line in own}) or [NAMES[name]]:
+            ours = {line["batch"]: f"{line['speedup']:.2f}" for line in own if model_of(line) == title}
             rows.append([title, *(f"{known[batch]:.2f}, {ours.get(batch, 'not run')}" for batch in known)])
     return table(["published, ours", *(f"batch {batch}" for batch in PUBLISHED_STEPS["nano4b"])], rows)
 
