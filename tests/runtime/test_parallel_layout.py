@@ -14,6 +14,7 @@ import torch
 from replayssm.builders.config import PUBLISHED, published, read_config
 from replayssm.builders.models import build_networks
 from replayssm.builders.random_checkpoint import TINY_CONFIGS
+from replayssm.plugins import cuda_ops, launch, torch_ops
 from replayssm.plugins.contract import ELEMENT_BITS, ReplaySettings
 from replayssm.plugins.network import CALL_INPUTS
 from replayssm.plugins.state import allocate_state
@@ -244,6 +245,32 @@ def test_a_rank_that_has_a_logit_that_is_not_finite_tells_the_others():
 
     meeting = Meeting(2)
     assert meeting.run(body) == [[False, False, True]] * 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [*((layout, ranks) for layout in LAYOUTS for ranks in (1, 2)), ("qwen", 4), ("qwen_moe", 4)]
+)
+def test_kernels_are_given_what_they_can_read(layout, ranks, monkeypatch):
+    """Arguments of every launch of state kernels, for one token and for more: a rank's projections may be of odd width,
+    so that slices of them lie where kernels cannot read them. Only the launch itself is left out."""
+    launched = Counter()
+    monkeypatch.setattr(launch, "device_arch", lambda device: 90)
+    monkeypatch.setattr(launch, "launch", lambda config, *arguments, **options: launched.update([config.kernel]))
+    for name in ("mamba2_window", "gdn_window", "causal_conv1d_window", "attention_window"):
+        monkeypatch.setattr(torch_ops, name, getattr(cuda_ops, name))
+    config = read_config(TINY_CONFIGS[layout])
+    network = shard(build_networks(config, formats("dense"), "bfloat16").main, ranks - 1, ranks).network
+    settings = ReplaySettings(buffer_len=4, max_window=3, max_seq_len=64)
+    states = {name: allocate_state(spec.geometry, settings, 2) for name, spec in network.states.items()}
+    operators = {"all_reduce": lambda x: x}
+    executor = Executor(network, random_weights(network, 1), states, operators=operators, fuse=True)
+    calls = [([1], [0]), ([3, 1], [0, 0])]
+    for lengths, seq_lens in calls:
+        executor(call(lengths, seq_lens, False))
+    attention = sum(node.op == "attention_window" for node in network.nodes)
+    expected = len(calls) * sum(node.state is not None for node in network.nodes)
+    assert sum(launched.values()) == expected
+    assert launched["attention_window"] == len(calls) * attention
 
 
 WHOLE = {
