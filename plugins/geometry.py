@@ -406,7 +406,7 @@ def _shared_bytes(kernel: str, geometry: Mamba2Geometry | GdnGeometry, settings:
         parked = padded * 16 if _state_bytes(settings) == 2 else 8
         partials = min(-(-columns // 32), padded // 16) * (history + 1) * 4
         overlaid = _state_bytes(settings) == 4  # B of a fold takes the place of x then
-        folded = history * (columns * 2 if columns % 64 == 0 else row)
+        folded = history * (columns * 2 if overlaid and columns % 64 == 0 else row)
         parts = (max(history * values + partials, folded), 16) if overlaid else (history * values + partials, folded)
         total = tile + round_up(parts[0], 16) + parts[1] + columns * 2 + 4 + parked
     elif kernel == "mamba2_window":

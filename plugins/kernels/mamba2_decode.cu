@@ -32,19 +32,19 @@ constexpr bool PARKS = STATE_FORMAT != FORMAT_FP32;
 
 // With fp32 states shared memory is short: what x and the B of a fold would take together costs a block per
 // multiprocessor, and a fold needs B once it has x in registers. That B is dense, and swizzled, where a row has whole
-// groups of 8 chunks.
+// groups of 8 chunks. (With 16-bit states a swizzled B was tried: a flush of every row took 9 % longer.)
 constexpr bool OVERLAID = !PARKS;
-constexpr bool SWIZZLED = COLUMNS % 64 == 0;
+constexpr bool SWIZZLED = OVERLAID && COLUMNS % 64 == 0;
 constexpr int FOLDED_STRIDE = SWIZZLED ? COLUMNS : TOKEN_STRIDE;
 
-struct Tokens {
+struct Past {
     alignas(16) activation_t x[HISTORY_ROWS * VALUE_STRIDE];
     float partial[PARTIALS][HISTORY_ROWS + 1];  // of B . C; the last is the new token's
 };
 struct Shared {
     alignas(128) state_t tile[PADDED_ROWS * COLUMNS];
     union {
-        Tokens past;
+        Past past;
         alignas(16) activation_t overlaid_B[OVERLAID ? HISTORY_ROWS * FOLDED_STRIDE : 8];
     };
     alignas(16) activation_t separate_B[OVERLAID ? 8 : HISTORY_ROWS * FOLDED_STRIDE];
@@ -113,8 +113,10 @@ DEVICE void store_folded(activation_t* B, const uint4 (&history)[SCORE_STEPS][HI
 }
 struct FoldedTokens {
     const activation_t* rows;
+    int column;
 
-    DEVICE_MEMBER u32 pair(int k, int odd, int column) const {
+    DEVICE_MEMBER FoldedTokens at(int column) const { return {rows, column}; }
+    DEVICE_MEMBER u32 pair(int k, int odd, int) const {
         return *(const u32*)(rows + folded_at(k * 8 + 2 * ((int)threadIdx.x % 4) + odd, column));
     }
 };
@@ -161,8 +163,9 @@ DEVICE float dot(const state_t* tile, const u32 (&query)[DOT_STEPS][LANE_COLUMNS
 }
 
 // Folds the history, stores the state and returns the stored state's product with the query for the lane's own row.
+template <class Tokens>
 DEVICE float fold_and_dot(const state_t* tile, state_t* global, bool has_state, float decay,
-                          const float (&values)[HISTORY_BLOCKS][4], const FoldedTokens& tokens,
+                          const float (&values)[HISTORY_BLOCKS][4], const Tokens& tokens,
                           const activation_t* query) {
     const int lane = threadIdx.x % 32, t = lane % 4;
     // Rows g and g + 8; blocks of columns alternate between two sums, which two lanes hold in `dot`.
@@ -311,12 +314,18 @@ mamba2_decode(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
         for (int r = 0; r < HISTORY_BLOCKS; r++) shared.past.partial[warp][8 * r + g] = score[r / 2][r % 2 * 2];
         if (g == 0) shared.past.partial[warp][HISTORY_ROWS] = new_score[0];
     }
-    if (flush) {
+    if (flush)
 #pragma unroll
-        for (int s = 0; s < SCORE_STEPS; s++)
-            if (g == 0 && score_column_exists(s)) *(uint4*)(shared.C + (warp + s * WARPS) * 32 + 8 * t) = score_C[s];
-        if (!OVERLAID) store_folded(shared.separate_B, past.B);
-    }
+        for (int s = 0; s < SCORE_STEPS; s++) {
+            const u32 column = (warp + s * WARPS) * 32 + 8 * t;
+            // The form of these conditions decides whether the compiler spills (nano4b, fp32 and 16-bit states).
+            if (OVERLAID && g == 0 && score_column_exists(s)) *(uint4*)(shared.C + column) = score_C[s];
+            if (OVERLAID || !score_column_exists(s)) continue;
+            if (g == 0) *(uint4*)(shared.C + column) = score_C[s];
+#pragma unroll
+            for (int r = 0; r < HISTORY_BLOCKS; r++)
+                *(uint4*)(shared.separate_B + (8 * r + g) * TOKEN_STRIDE + column) = past.B[s][r];
+        }
 #pragma unroll
     for (int s = 0; s < X_STEPS; s++) {
         const u32 i = s * THREADS + tid;
@@ -387,9 +396,13 @@ mamba2_decode(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
             sync_threads();
             tile_copy_wait(&shared.barrier);
         }
-        product = fold_and_dot(shared.tile, checkpoint + (offset_of(slot, checkpoint_stride) + state_offset), c > 0,
-                               decay_of(total), values,
-                               FoldedTokens{OVERLAID ? shared.overlaid_B : shared.separate_B}, shared.C);
+        state_t* global = checkpoint + (offset_of(slot, checkpoint_stride) + state_offset);
+        if constexpr (OVERLAID)
+            product = fold_and_dot(shared.tile, global, c > 0, decay_of(total), values,
+                                   FoldedTokens{shared.overlaid_B, 0}, shared.C);
+        else
+            product = fold_and_dot(shared.tile, global, c > 0, decay_of(total), values, SharedTokens{shared.separate_B},
+                                   shared.C);
         if (PARKS) rest = shared.parked[0][tid], decay = shared.parked[1][tid];
     } else if (c > 0) {
         product = dot(shared.tile, query);

@@ -249,9 +249,11 @@ DEVICE void dot_tile(Products<TILES>& products, const state_t* tile, const activ
 struct SharedTokens {
     const activation_t* rows;
 
-    // Columns `column` and the next of the lane's even or odd row of block k, 8 k + 2 t or the next.
-    DEVICE_MEMBER u32 pair(int k, int odd, int column) const {
-        return *(const u32*)(rows + (k * 8 + 2 * ((int)threadIdx.x % 4) + odd) * TOKEN_STRIDE + column);
+    // From column `column` on.
+    DEVICE_MEMBER SharedTokens at(int column) const { return {rows + column}; }
+    // The first two columns of the lane's even or odd row of block k, 8 k + 2 t or the next.
+    DEVICE_MEMBER u32 pair(int k, int odd, int t) const {
+        return *(const u32*)(rows + (k * 8 + 2 * t + odd) * TOKEN_STRIDE);
     }
 };
 
@@ -280,10 +282,10 @@ DEVICE void fold_tile(const state_t* tile, state_t* global, bool has_state, floa
                 d[3] = decay * s1[2 * i + 1];
             // Accumulator columns 2 t and 2 t + 1 must be the lane's own state columns, so column g of the second
             // operand is the one that lane g / 2 owns.
-            const int own_column = column + (g / 2) * LANE_COLUMNS + 2 * i;
+            const Tokens token = tokens.at(column + (g / 2) * LANE_COLUMNS + 2 * i);
 #pragma unroll
             for (int k = 0; k < HISTORY_BLOCKS; k++) {
-                const u32 even = tokens.pair(k, 0, own_column), odd = tokens.pair(k, 1, own_column);
+                const u32 even = token.pair(k, 0, t), odd = token.pair(k, 1, t);
                 const float b0 = (g & 1) ? activation_high(even) : activation_low(even);
                 const float b1 = (g & 1) ? activation_high(odd) : activation_low(odd);
                 const float h0 = tf32_high(values[k][0]), h1 = tf32_high(values[k][1]);
