@@ -24,6 +24,11 @@ def test_the_page_has_every_section() -> None:
         assert name in page
 
 
+def test_a_share_needs_a_ceiling_that_is_one() -> None:
+    assert report.share_of(3.0, 4.0) == "75 %"
+    assert report.share_of(4.3, 4.0) == "above 100 %"
+
+
 def decode_line(variant: str, **changes) -> dict:
     line = {
         "benchmark": "e2e_decode_speedup", "geometry": "nano4b", "batch": 512, "window": 1, "variant": variant,
