@@ -74,7 +74,7 @@ def draw_accuracy(lines: list[dict[str, Any]], output: Path) -> None:
             ends = [[p - low for p, (low, _) in zip(points, bounds, strict=True)]]
             ends.append([high - p for p, (_, high) in zip(points, bounds, strict=True)])
             heights = [-row + 0.3 - 0.6 * index / max(len(tiers) - 1, 1) for row, _ in found]
-            label = f"{tier} ({base:.1%} with float32)"
+            label = f"{tier} {base:.1%}"
             axis.errorbar(points, heights, xerr=ends, fmt="o", markersize=3, linewidth=1, label=label)
         axis.axvline(0, color="#888888", linewidth=0.8)
         axis.axvspan(-2, 0, color="#888888", alpha=0.12, linewidth=0)
@@ -83,7 +83,8 @@ def draw_accuracy(lines: list[dict[str, Any]], output: Path) -> None:
         axis.set_yticks([-row for row in range(len(formats))], formats, fontsize=8)
         axis.tick_params(axis="x", labelsize=7)
         axis.grid(axis="x", alpha=0.3)
-        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False)
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12)}
+        axis.legend(fontsize=7, ncols=3, frameon=False, title="right with float32", title_fontsize=7, **place)
     figure.savefig(output, metadata={"Date": None})
 
 

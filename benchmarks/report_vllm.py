@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from report import Line, model_of, ratio, select, table
 
 
 def vllm_table(lines: list[Line]) -> str:
-    """Our newest steps of the same shape, batch and state format beside every variant of vLLM."""
+    """Our steps of the same shape, batch and state format, of the same run, beside every variant of vLLM."""
     found = select(lines, benchmark="e2e_decode_speedup")
     rows = []
     for line in sorted(found, key=lambda line: (line["geometry"], line["batch"], line["variant"])):
         if not line["variant"].startswith("vllm"):
             continue
         same = {name: line[name] for name in ("geometry", "batch", "window", "state_dtype", "readout_dtype", "layers")}
-        ours = [newest(select(found, **same, variant=variant)) for variant in ("plain", "replay")]
+        ours = [nearest(select(found, **same, variant=variant), line) for variant in ("plain", "replay")]
         rows.append(
             [
                 f"{model_of(line)}, batch {line['batch']}",
@@ -29,5 +31,7 @@ def vllm_table(lines: list[Line]) -> str:
     return table([*head, "our replay tokens/s", "over vLLM's"], rows)
 
 
-def newest(lines: list[Line]) -> Line | None:
-    return max(lines, key=lambda line: line["date"], default=None)
+def nearest(lines: list[Line], other: Line) -> Line | None:
+    """The one measured next to another, which is of its run if there is one."""
+    moment = datetime.fromisoformat(other["date"])
+    return min(lines, key=lambda line: abs(datetime.fromisoformat(line["date"]) - moment), default=None)

@@ -82,12 +82,12 @@ def test_a_faster_peer_takes_the_place_of_our_plain_kernel() -> None:
     assert report.beside_peer([], plain, replay) == ""
 
 
-def test_vllms_steps_stand_beside_our_newest() -> None:
-    old = decode_line("replay", tokens_per_s=1.0, date="2026-01-01")
-    plain, new = (decode_line(name, tokens_per_s=90000.0, date="2026-01-02") for name in ("plain", "replay"))
-    theirs = decode_line("vllm 0.33.0 replay", tokens_per_s=60000.0)
-    other = decode_line("replay", batch=1, tokens_per_s=5.0, date="2026-01-03")
-    rows = report_vllm.vllm_table([old, plain, new, theirs, other]).splitlines()[2:]
+def test_vllms_steps_stand_beside_ours_of_the_same_run() -> None:
+    far = [decode_line("replay", tokens_per_s=1.0, date=day) for day in ("2026-01-01T10:00", "2026-01-05T10:00")]
+    ours = [decode_line(name, tokens_per_s=90000.0, date="2026-01-02T10:01") for name in ("plain", "replay")]
+    theirs = decode_line("vllm 0.33.0 replay", tokens_per_s=60000.0, date="2026-01-02T10:00")
+    other = decode_line("replay", batch=1, tokens_per_s=5.0, date="2026-01-02T10:00")
+    rows = report_vllm.vllm_table([far[0], *ours, theirs, other, far[1]]).splitlines()[2:]
     assert len(rows) == 1
     assert "| vllm 0.33.0 replay |" in rows[0]
     assert rows[0].endswith("| 90,000 | **1.50x** |")
