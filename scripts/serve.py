@@ -105,7 +105,7 @@ def serve(
     Options carry trtllm-serve's names where the meaning is the same, and --config takes its YAML keys.
     """
     if (engine is None) == (checkpoint is None):
-        raise click.UsageError("give an engine directory, or --checkpoint")
+        raise click.UsageError("give an engine directory, or --checkpoint, and not both")
     try:
         import uvicorn
 
@@ -127,15 +127,18 @@ def serve(
     loop = _loop(loaded, **options)
     app = create_app(loop, server_options)
     settle_heap()
-    uvicorn.run(
-        app,
-        host=options["host"],
-        port=options["port"],
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=options["shutdown_timeout"],
-    )
-    loop.scheduler.session.close()
+    try:
+        uvicorn.run(
+            app,
+            host=options["host"],
+            port=options["port"],
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=options["shutdown_timeout"],
+        )
+    finally:  # a second Ctrl-C skips the application's own end, and a thread that computes must not outlive Python
+        loop.stop()
+        loop.scheduler.session.close()
 
 
 def _check_address(host: str, port: int) -> None:

@@ -70,6 +70,21 @@ class Process:
         return self.process.returncode
 
 
+def test_the_engine_thread_ends_however_the_server_does(engine, monkeypatch):
+    """A second Ctrl-C skips the application's own end; a thread that computes while Python ends aborts the process."""
+    alive = lambda: [thread for thread in threading.enumerate() if thread.name == "replayssm-engine"]  # noqa: E731
+
+    def interrupted(app, **_):
+        app.state.server.loop.start()
+        assert alive()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("replayssm.runtime.logs.set_up", lambda *_: None)
+    monkeypatch.setattr("uvicorn.run", interrupted)
+    CliRunner().invoke(main, ["serve", str(engine), "--port", "0"])
+    assert not alive()
+
+
 def test_serve_then_end(engine, tmp_path):
     (tmp_path / "config.yml").write_text("max_batch_size: 2\nspeculative_config: {decoding_type: NGram}\n")
     options = ("--config", tmp_path / "config.yml", "--max_batch_size", 3, "--no-cuda-graphs")
