@@ -166,8 +166,8 @@ gdn_decode(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
 
     wait_for_previous_grid();
     // Blocks of the next grid may take places as they fall free: from the start where all blocks of this one run at once
-    // (H200, qwen122b, batch 1: 4.4 us, 4.9 if only from the barrier on), else late (qwen4b, batch 256, a flush of every
-    // row: 302.2 us from the barrier on, 303.4 from the start).
+    // and nothing competes with them, else late (H200, qwen4b, batch 256, a flush of every row: 302.2 us from the barrier
+    // on, 303.4 from the start).
     const bool runs_at_once = gridDim.y <= AHEAD_ROWS;
     if (runs_at_once) let_next_grid_start();
     // All that is known before the slot, then all that the slot tells, then the tile: nothing here waits for more than

@@ -180,8 +180,8 @@ gdn_window(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
         raw[s] = make_uint4(0, 0, 0, 0);
         if (valid) raw[s] = *(const uint4*)advance(from, start + w, is_q ? q_stride : k_stride);
     }
-    // v, which the warps ask for late, when registers are free, shall then be near. H200, windows of 5, 8 tokens of history:
-    // qwen4b 160.5 us with all parts', 164.6 with the first one's; qwen122b 304 and 298.5.
+    // v, which the warps ask for late, when registers are free, shall then be near: all parts' where the window's matrices
+    // are worked out beside the history's scores.
     if (warp == WARPS - 1 && lane < copied)
         for (u32 row = 0; row < (SHARED_WORK && MAX_PARTS > 1 ? parts : 1) * CTA_ROWS; row += 64)
             prefetch_line(advance(v + (first_part * CTA_ROWS + row), start + lane, v_stride));
