@@ -97,7 +97,7 @@ class E2eResults:
     def close(self) -> Path:
         """Draw what was asked for; returns the file of lines."""
         if self.plot is not None:
-            from report_plots import plot_run  # here: only this needs matplotlib
+            from plot_steps import plot_run  # here: only this needs matplotlib
 
             plot_run(self.lines, self.plot)
         return self.path

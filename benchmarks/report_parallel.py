@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from report import Line, condition, model_of, select, table
+from report_lines import Line, condition, model_of, select, table
 
 
 def parallel_table(lines: list[Line]) -> str:

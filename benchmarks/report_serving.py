@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from report import Line, model_of, select, table
+from report_lines import Line, model_of, select, table
 
 
 def serving_table(lines: list[Line]) -> str:

@@ -10,28 +10,32 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import report
+import report_headline
+import report_lines
 import report_parallel
 import report_serving
+import report_speculation
+import report_steps
+import report_summary
 import report_vllm
-
-BENCHMARKS = report.ROOT
 
 
 def test_the_page_has_every_section() -> None:
-    page = report.render(report.read_lines(BENCHMARKS / "results"))
+    page = report.render(report_lines.read_lines(report.RESULTS))
     assert "<!--" not in page
-    for name in report.NAMES.values():
+    for name in report_lines.NAMES.values():
         assert name in page
 
 
 def test_a_share_needs_a_ceiling_that_is_one() -> None:
-    assert report.share_of(3.0, 4.0) == "75 %"
-    assert report.share_of(4.3, 4.0) == "above 100 %"
+    assert report_lines.share_of(3.0, 4.0) == "75 %"
+    assert report_lines.share_of(4.3, 4.0) == "above 100 %"
 
 
 def decode_line(variant: str, **changes) -> dict:
     line = {
-        "benchmark": "e2e_decode_speedup", "geometry": "nano4b", "batch": 512, "window": 1, "variant": variant,
+        "benchmark": "e2e_decode_speedup", "op": "decode_step", "geometry": "nano4b", "batch": 512,
+        "window": 1, "variant": variant,
         "L": 0 if variant == "plain" else 16, "layers": 42, "layers_total": 42, "context": [1, 2], "commit": "c",
         "median_us": 3000.0 if variant == "plain" else 2000.0, "speedup": 1.5, "speedup_p10": 1.4, "speedup_p90": 1.6,
         "tokens_per_s": 1e5, "correct": True, "gpu": "NVIDIA H200", "date": "2026-01-01",
@@ -45,16 +49,16 @@ def test_steps_stand_beside_the_published_ones(tmp_path: Path) -> None:
     old = decode_line("replay", median_us=9.0)
     other = decode_line("replay", geometry="qwen4b")
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*lines, old, other])))
-    text = report.step_table(report.read_lines(tmp_path))
+    text = report_steps.step_table(report_lines.read_lines(tmp_path))
     rows = text.splitlines()[2:]
     assert len(rows) == 1, "the older line of a condition and one without its plain run are left out"
     assert "| 3.00 | 2.00 | **1.50x** (1.40 to 1.60) |  |  |  | 1.55x | 100,000 | yes |" in rows[0]
     split = [
         decode_line(name, split_us={"ssm": us}, gap_us=10.0) for name, us in (("plain", 2990.0), ("replay", 1490.0))
     ]
-    assert "| 2.00x |" in report.step_table(split), "kernel times and gaps alone"
+    assert "| 2.00x |" in report_steps.step_table(split), "kernel times and gaps alone"
     wrong = decode_line("replay", correct=False, logits_distance=0.7)
-    assert "**no** (0.700)" in report.step_table([lines[0], wrong])
+    assert "**no** (0.700)" in report_steps.step_table([lines[0], wrong])
 
 
 def test_served_variants_stand_beside_each_other() -> None:
@@ -77,24 +81,25 @@ def test_a_faster_peer_takes_the_place_of_our_plain_kernel() -> None:
     peer["op"] = "peer"
     peers = [{**peer, "variant": "slow 1.0", "median_us": 99.0}, {**peer, "variant": "fast 1.0", "median_us": 50.0}]
     others = [{**peer, "op": op, "variant": op, "median_us": 1.0} for op in ("mamba2_window", "replay_peer")]
-    assert report.beside_peer([*peers, *others], plain, replay) == "1.02x", "others do not rewrite the state"
-    assert report.beside_peer(peers[:1], plain, replay) == "1.50x", "a slower one does not"
-    assert report.beside_peer([], plain, replay) == ""
+    assert report_steps.beside_peer([*peers, *others], plain, replay) == "1.02x", "others do not rewrite the state"
+    assert report_steps.beside_peer(peers[:1], plain, replay) == "1.50x", "a slower one does not"
+    assert report_steps.beside_peer([], plain, replay) == ""
 
 
 def test_vllms_steps_stand_beside_ours_of_the_same_run() -> None:
     far = [decode_line("replay", tokens_per_s=1.0, date=day) for day in ("2026-01-01T10:00", "2026-01-05T10:00")]
     ours = [decode_line(name, tokens_per_s=90000.0, date="2026-01-02T10:01") for name in ("plain", "replay")]
-    theirs = decode_line("vllm 0.33.0 replay", tokens_per_s=60000.0, date="2026-01-02T10:00")
+    times = {"median_us": 3200.0, "p10_us": 3000.0, "p90_us": 3200.0}
+    theirs = decode_line("vllm 0.33.0 replay", tokens_per_s=60000.0, date="2026-01-02T10:00", **times)
     other = decode_line("replay", batch=1, tokens_per_s=5.0, date="2026-01-02T10:00")
     rows = report_vllm.vllm_table([far[0], *ours, theirs, other, far[1]]).splitlines()[2:]
     assert len(rows) == 1
-    assert "| vllm 0.33.0 replay |" in rows[0]
+    assert "| vllm 0.33.0 replay | 3.20 (3.00 to 3.20) |" in rows[0]
     assert rows[0].endswith("| 90,000 | **1.50x** |")
 
 
 def test_missing_figures_are_said_to_be_missing() -> None:
-    assert report.step_table([]) == report.speculation_table([]) == "*Not measured.*\n"
+    assert report_steps.step_table([]) == report_speculation.speculation_table([]) == "*Not measured.*\n"
 
 
 def test_divided_models_stand_beside_the_whole_one_of_their_run() -> None:
@@ -110,17 +115,60 @@ def test_divided_models_stand_beside_the_whole_one_of_their_run() -> None:
 
 
 def test_truncated_models_are_named_so() -> None:
-    assert report.model_of(decode_line("replay", layers=21)) == "Nemotron-3-Nano-4B (21 of 42 layers)"
+    assert report_lines.model_of(decode_line("replay", layers=21)) == "Nemotron-3-Nano-4B (21 of 42 layers)"
     packed = decode_line("replay", geometry="super120b-nvfp4")
-    assert report.model_of(packed) == "Nemotron-3-Super-120B, NVFP4 weights"
+    assert report_lines.model_of(packed) == "Nemotron-3-Super-120B, NVFP4 weights"
     assert "Nemotron-3-Super-120B, NVFP4 weights | 0.98, not run | 1.10, not run | 1.27, not run | 1.67, 1.50 |" in (
-        report.batch_table([packed])
+        report_steps.batch_table([packed])
     )
 
 
-def test_a_text_without_a_mark_is_refused(monkeypatch, tmp_path: Path) -> None:
-    text = (BENCHMARKS / "report.md").read_text(encoding="utf-8")
-    (tmp_path / "report.md").write_text(text.replace("<!-- steps -->\n", ""))
-    monkeypatch.setattr(report, "ROOT", tmp_path)
+def test_a_text_without_a_mark_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "report.md"
+    text.write_text(report.TEXT.read_text(encoding="utf-8").replace("<!-- steps -->\n", ""))
     with pytest.raises(ValueError, match="'<!-- steps -->' once"):
-        report.render([])
+        report.render([], text)
+
+
+def kernel_line(variant: str, us: float, **changes) -> dict:
+    return {
+        "benchmark": "gdn_window", "op": "gdn_window", "geometry": "qwen4b", "batch": 256, "window": 1,
+        "state_dtype": "float32", "readout_dtype": "same", "fill": "desync", "variant": variant, "correct": True,
+        "median_us": us, "p10_us": us, "p90_us": us, **changes,
+    }  # fmt: skip
+
+
+def test_the_summary_names_the_fastest_peers() -> None:
+    low = {"state_dtype": "float16", "state_rounding": "stochastic", "readout_dtype": "nvfp4"}
+    lines = [
+        kernel_line("ours", 100.0),
+        kernel_line("ours", 50.0, **low),
+        kernel_line("ours", 1.0, fill="flush"),
+        kernel_line("ours", 1.0, state_dtype="float16"),
+        kernel_line("plain", 10.0),
+        kernel_line("fla 0.6.0 slow", 300.0, op="peer"),
+        kernel_line("vllm 0.33.0 rows", 200.0, op="peer"),
+        kernel_line("vllm 0.33.0 replay", 150.0, op="replay_peer"),
+        kernel_line("ours", 100.0, window=5),
+        kernel_line("plain", 400.0, window=5),
+    ]
+    (row,) = report_summary.kernel_summary(lines).splitlines()[2:]
+    assert row == (
+        "| Qwen3.5-4B | 100 us | **2.00x** (vLLM 0.33.0) | **1.50x** (vLLM 0.33.0, its replay) | 4.00x | 4.0x |  |"
+    )
+    (wrong,) = report_summary.kernel_summary([lines[0], {**lines[6], "correct": False}]).splitlines()[2:]
+    assert wrong == "| Qwen3.5-4B | 100 us |  |  |  |  |  |", "nothing is compared with a wrong result"
+
+
+def test_the_summary_compares_with_vllm_at_its_fastest() -> None:
+    """18 to 27 ms are further apart than 5 %, so the fastest of them counts; 20.0 and 20.1 are not."""
+    steps = [decode_line(name, batch=256, p10_us=1.0, p90_us=1.0) for name in ("plain", "replay")]
+    apart = decode_line("vllm 0.33.0", batch=256, median_us=2e4, p10_us=1.8e4, p90_us=2.7e4)
+    (row,) = report_summary.step_summary([*steps, apart]).splitlines()[2:]
+    assert row.startswith("| Nemotron-3-Nano-4B | **1.50x** | **9.00x** (vLLM 0.33.0) |")
+    (row,) = report_summary.step_summary([*steps, {**apart, "p10_us": 2e4, "p90_us": 2.01e4}]).splitlines()[2:]
+    assert "**10.00x**" in row
+    bars = report_headline.step_bars([*steps, apart])["nano4b"]
+    assert [bar.kind for bar in bars] == ["peer", "plain", "replay"]
+    assert bars[0].varies
+    assert report_headline.step_bars(steps) == {}, "a model without a peer is not in the picture"

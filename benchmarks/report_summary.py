@@ -1,0 +1,67 @@
+"""What stands first in docs/results.md: one row a model."""
+
+from __future__ import annotations
+
+from report_headline import BATCH, LOW_PRECISION, kernel_bars
+from report_lines import KERNEL_BENCHMARKS, NAMES, WINDOW, Line, decode_lines, longest_contexts, model_of, select, table
+from report_vllm import over_vllm
+
+
+def kernel_summary(lines: list[Line]) -> str:
+    """How many times as fast a layer's replay is as others."""
+    rows = []
+    for name, bars in kernel_bars(lines).items():
+        times = {bar.kind: bar for bar in bars}
+        ours = times["replay"]
+        others = [times.get(kind) for kind in ("peer", "peer replay")]
+        low = times.get("low precision")
+        rows.append(
+            [
+                NAMES[name],
+                f"{ours.us:.0f} us",
+                *(f"**{bar.fastest_us / ours.us:.2f}x** ({bar.who})" if bar else "" for bar in others),
+                f"{times['peer'].fastest_us / low.us:.2f}x" if low and "peer" in times else "",
+                over_snapshots(lines, name, {"state_dtype": "float32", "readout_dtype": "same"}),
+                over_snapshots(lines, name, LOW_PRECISION),
+            ]
+        )
+    head = ["state kernel", "decode", "over the fastest peer that rewrites fp32", "over the fastest other replay"]
+    head += ["fp16 and 4-bit copy, over that peer", f"windows of {WINDOW}, over our snapshots"]
+    return table([*head, "the same, fp16 and 4-bit copy"], rows)
+
+
+def over_snapshots(lines: list[Line], name: str, formats: dict[str, str]) -> str:
+    """Windows of drafts beside our plain kernel, which stores the fp32 state after each token."""
+    kernels = [line for line in lines if line["benchmark"] in KERNEL_BENCHMARKS]
+    found = select(kernels, geometry=name, batch=BATCH, window=WINDOW, correct=True)
+    ours = select(found, variant="ours", fill="desync", **formats)
+    plain = select(found, variant="plain", state_dtype="float32")
+    return f"{plain[0]['median_us'] / ours[0]['median_us']:.1f}x" if ours and plain else ""
+
+
+def step_summary(lines: list[Line]) -> str:
+    """How many times as fast whole steps are as others, at the batch of every table."""
+    steps = longest_contexts(select(decode_lines(lines), batch=BATCH))
+    drafts = select(lines, benchmark="e2e_spec_decode_throughput", batch=BATCH)
+    divided = select(lines, benchmark="e2e_tensor_parallel", batch=BATCH, variant="2 gpus")
+    rows = []
+    for title in dict.fromkeys(model_of(line) for line in [*steps, *drafts]):
+        own, spec, two = ([line for line in each if model_of(line) == title] for each in (steps, drafts, divided))
+        values = [
+            speedup(own, "replay"),
+            over_vllm(own),
+            speedup(own, "replay-float16-nvfp4-stochastic"),
+            speedup(spec, "replay-speculation", "speedup_over_snapshots"),
+            speedup(spec, "replay-speculation"),
+            speedup(two, "2 gpus"),
+        ]
+        if any(values):
+            rows.append([title, *values])
+    head = ["whole step", "over our plain step", "over vLLM's engine at its fastest"]
+    head += ["fp16 and 4-bit copy, over plain fp32", "4 drafts, over snapshots", "4 drafts, over plain"]
+    return table([*head, "two GPUs, over one"], rows)
+
+
+def speedup(lines: list[Line], variant: str, field: str = "speedup") -> str:
+    found = [line for line in select(lines, variant=variant) if line["correct"] and line.get(field)]
+    return f"**{found[0][field]:.2f}x**" if found else ""
