@@ -9,30 +9,38 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, HTTPException
+from fastapi import Depends, FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.concurrency import run_in_threadpool
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from replayssm.runtime.api_answers import Answers, error_body
-from replayssm.runtime.api_call import FAILURES, Call, CallStream, ClientGoneError, collect
+from replayssm.runtime.api_body import body_of
+from replayssm.runtime.api_call import (
+    FAILURES,
+    SHUTDOWN_RETRY_S,
+    Call,
+    CallStream,
+    ClientGoneError,
+    collect,
+    failure,
+)
+from replayssm.runtime.api_errors import ApiError
 from replayssm.runtime.api_requests import RequestMaker, ServerOptions
-from replayssm.runtime.api_schema import ChatBody, CompletionBody, GenerationBody
+from replayssm.runtime.api_schema import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from replayssm.runtime.chat_format import MessageParser
 from replayssm.runtime.engine_loop import EngineLoop, NotServingError
 from replayssm.runtime.metrics import Metrics
-from replayssm.runtime.requests import Request, Update
+from replayssm.runtime.requests import PromptTooLongError, Request, Update
 from replayssm.runtime.scheduler import QueueFullError
 
 logger = logging.getLogger("replayssm.server")
 CLIENT_CLOSED_REQUEST = 499
 """Status that only the log sees: the client did not wait for the answer."""
-SHUTDOWN_RETRY_S = 5
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 MAX_STATS_LINES = 256
 PAGE = Path(__file__).with_name("dashboard.html")
@@ -52,13 +60,13 @@ class Server:
 
     async def complete(self, body: CompletionBody, http: HttpRequest) -> Response:
         self.check_model(body.model)
-        with _refusing_bad_values():
+        with _refusing_bad_values(body):
             prompts = [await run_in_threadpool(self.maker.encode, prompt) for prompt in body.prompts]
         return await self._answer("completion", body, prompts, body.max_tokens, body.logprobs, http)
 
     async def chat(self, body: ChatBody, http: HttpRequest) -> Response:
         self.check_model(body.model)
-        with _refusing_bad_values():
+        with _refusing_bad_values(body):
             prompt = await run_in_threadpool(self.maker.encode_chat, body)
         top = (body.top_logprobs or 0) if body.logprobs else None
         return await self._answer("chat", body, [prompt], body.token_limit, top, http)
@@ -72,20 +80,22 @@ class Server:
         top: int | None,
         http: HttpRequest,
     ) -> Response:
-        with _refusing_bad_values():
+        with _refusing_bad_values(body):
             requests = await run_in_threadpool(self.maker.make, body, prompts, max_tokens, top)
         parsers: list[MessageParser | None] = []
+        max_calls = None
         if isinstance(body, ChatBody):
             parsers = [self.maker.format.parser(request.prompt, body.usable_tools) for request in requests]
-        answers = Answers(kind, self.options.model, self.tokenizer, body.n, top, parsers)
+            max_calls = None if body.parallel_tool_calls else 1
+        answers = Answers(kind, self.options.model, self.tokenizer, body.n, top, parsers, max_calls)
         call = _LoggedCall(self, answers.id, requests)
         if body.stream:
-            return CallStream(call, answers, http, body.include_usage)
+            return CallStream(call, answers, http, body.stream_options or StreamOptions())
         updates = await collect(call, http)
         for request in requests:
             if request.finish_reason in FAILURES:
-                status, message, error_type = FAILURES[request.finish_reason]
-                return JSONResponse(error_body(request.error or message, error_type), status)
+                status, content, headers = failure(request)
+                return JSONResponse(content, status, headers)
         return JSONResponse(answers.whole(requests, updates))
 
     def stats(self) -> dict[str, Any]:
@@ -128,18 +138,23 @@ class Server:
         return {**entry, "max_model_len": self.session.settings.max_seq_len}
 
     def check_model(self, name: str | None) -> None:
-        """HTTPException if a request names another model."""
+        """ApiError if a request names another model."""
         if name is not None and name != self.options.model:
-            raise HTTPException(404, f"this server has the model {self.options.model!r}, not {name!r}")
+            message = f"this server has the model {self.options.model!r}, not {name!r}"
+            raise ApiError(message, "model", "model_not_found", 404)
 
 
 @contextmanager
-def _refusing_bad_values() -> Iterator[None]:
-    """What the runtime calls a ValueError is a bad request here."""
+def _refusing_bad_values(body: GenerationBody) -> Iterator[None]:
+    """What the runtime calls a ValueError is a bad request here. Its messages begin with the name of what is wrong."""
+    source = "messages" if isinstance(body, ChatBody) else "prompt"
     try:
         yield
+    except PromptTooLongError as error:
+        raise ApiError(str(error), source, "context_length_exceeded") from error
     except ValueError as error:
-        raise HTTPException(400, str(error)) from error
+        name = str(error).split(" ", 1)[0]
+        raise ApiError(str(error), name if name in type(body).model_fields else None, "invalid_value") from error
 
 
 class _LoggedCall(Call):
@@ -187,7 +202,7 @@ class _BodyLimit:
             return await self._app(scope, receive, send)
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self._max_bytes:
-            response = JSONResponse(error_body(self._message, "invalid_request_error"), 413)
+            response = JSONResponse(error_body(self._message, "invalid_request_error", code="request_too_large"), 413)
             return await response(scope, receive, send)
         received = 0
 
@@ -196,7 +211,7 @@ class _BodyLimit:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._max_bytes:
-                raise HTTPException(413, self._message)
+                raise ApiError(self._message, code="request_too_large", status=413)
             return message
 
         await self._app(scope, counted, send)
@@ -216,7 +231,7 @@ def create_app(loop: EngineLoop, options: ServerOptions) -> FastAPI:
         yield
         await run_in_threadpool(loop.stop)
 
-    app = FastAPI(title="ReplaySSM", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="ReplaySSM", lifespan=lifespan, openapi_url=None)
     app.state.server = server
     app.add_middleware(_BodyLimit, max_bytes=options.max_body_bytes)
     _add_error_handlers(app, server)
@@ -224,16 +239,19 @@ def create_app(loop: EngineLoop, options: ServerOptions) -> FastAPI:
     def authorized(http: HttpRequest) -> None:
         given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
         if options.api_key is not None and not hmac.compare_digest(given, options.api_key.encode()):
-            raise HTTPException(401, "a valid API key is needed: send it as 'Authorization: Bearer KEY'")
+            message = "a valid API key is needed: send it as 'Authorization: Bearer KEY'"
+            raise ApiError(message, code="invalid_api_key", status=401)
 
     protected = [Depends(authorized)]
 
     @app.post("/v1/completions", dependencies=protected)
-    async def completions(body: CompletionBody, http: HttpRequest) -> Response:
+    async def completions(
+        body: Annotated[CompletionBody, Depends(body_of(CompletionBody))], http: HttpRequest
+    ) -> Response:
         return await server.complete(body, http)
 
     @app.post("/v1/chat/completions", dependencies=protected)
-    async def chat_completions(body: ChatBody, http: HttpRequest) -> Response:
+    async def chat_completions(body: Annotated[ChatBody, Depends(body_of(ChatBody))], http: HttpRequest) -> Response:
         return await server.chat(body, http)
 
     @app.get("/v1/models", dependencies=protected)
@@ -267,33 +285,31 @@ def create_app(loop: EngineLoop, options: ServerOptions) -> FastAPI:
 
 
 def _add_error_handlers(app: FastAPI, server: Server) -> None:
-    def answer(status: int, message: str, param: str | None = None, retry_after_s: float | None = None) -> JSONResponse:
+    def answer(
+        status: int, message: str, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
+    ) -> JSONResponse:
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
             status, "invalid_request_error" if status < 500 else "server_error"
         )
         server.metrics.refused.labels(str(status)).inc()
         headers = {} if retry_after_s is None else {"Retry-After": str(math.ceil(retry_after_s))}
-        return JSONResponse(error_body(message, kind, param), status, headers)
+        return JSONResponse(error_body(message, kind, param, code), status, headers)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(http: HttpRequest, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        if first["type"] == "json_invalid":
-            return answer(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
-        param = next((str(part) for part in first["loc"] if part != "body"), None)
-        return answer(400, f"{param or 'body'}: {first['msg'].removeprefix('Value error, ')}", param)
+    @app.exception_handler(ApiError)
+    async def refused(http: HttpRequest, error: ApiError) -> Response:
+        return answer(error.status, str(error), error.param, error.code)
 
     @app.exception_handler(StarletteHTTPException)
-    async def refused(http: HttpRequest, error: StarletteHTTPException) -> Response:
-        return answer(error.status_code, str(error.detail))
+    async def no_such_path(http: HttpRequest, error: StarletteHTTPException) -> Response:
+        return answer(error.status_code, f"{http.method} {http.url.path}: {error.detail}", code="unknown_url")
 
     @app.exception_handler(QueueFullError)
     async def full(http: HttpRequest, error: QueueFullError) -> Response:
-        return answer(429, str(error), retry_after_s=error.retry_after_s)
+        return answer(429, str(error), code="rate_limit_exceeded", retry_after_s=error.retry_after_s)
 
     @app.exception_handler(NotServingError)
     async def closing(http: HttpRequest, error: NotServingError) -> Response:
-        return answer(503, str(error), retry_after_s=SHUTDOWN_RETRY_S)
+        return answer(503, str(error), code="service_unavailable", retry_after_s=SHUTDOWN_RETRY_S)
 
     @app.exception_handler(ClientGoneError)
     async def gone(http: HttpRequest, error: ClientGoneError) -> Response:

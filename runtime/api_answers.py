@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ class Answers:
     """Shapes the answers to one call.
 
     kind: "completion" or "chat". n: choices per prompt. top: likeliest tokens to report, None for no logprobs at all.
-    parsers: of each choice's text, where it may be more than content.
+    parsers: of each choice's text, where it may be more than content. max_calls: tool calls of a choice that are
+    kept; None keeps all.
     """
 
     def __init__(
@@ -30,8 +32,11 @@ class Answers:
         n: int = 1,
         top: int | None = None,
         parsers: Sequence[MessageParser | None] = (),
+        max_calls: int | None = None,
     ) -> None:
         self.kind = kind
+        self._max_calls = max_calls
+        self._calls: Counter[int] = Counter()
         self._parsers = dict(enumerate(parsers))
         self.n = n
         self.id = ("cmpl-" if kind == "completion" else "chatcmpl-") + uuid.uuid4().hex
@@ -54,7 +59,7 @@ class Answers:
             choice["logprobs"] = self._logprobs(index, [value for part in parts for value in part.logprobs])
             choices.append(choice)
         name = "text_completion" if self.kind == "completion" else "chat.completion"
-        return {**self._head(name), "choices": choices, "usage": self._usage(requests)}
+        return {**self._head(name), "choices": choices, "usage": self.usage(requests)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The first piece of a streamed choice."""
@@ -79,7 +84,7 @@ class Answers:
 
     def closing(self, requests: Sequence[Request]) -> dict[str, Any]:
         """The last piece where usage was asked for."""
-        return {**self._piece(None), "usage": self._usage(requests)}
+        return {**self._piece(None), "usage": self.usage(requests)}
 
     def _parse(self, index: int, text: str, ended: bool) -> Part:
         parser = self._parsers.get(index)
@@ -89,6 +94,9 @@ class Answers:
         if ended:
             rest = parser.finish()
             part = Part(part.content + rest.content, part.reasoning + rest.reasoning, (*part.calls, *rest.calls))
+        if self._max_calls is not None:
+            part.calls = part.calls[: max(self._max_calls - self._calls[index], 0)]
+        self._calls[index] += len(part.calls)
         return part
 
     def _message(self, index: int, text: str) -> dict[str, Any]:
@@ -108,15 +116,15 @@ class Answers:
         if part.content:
             delta["content"] = part.content
         if part.calls:
-            first = self._parsers[index].calls - len(part.calls)
+            first = self._calls[index] - len(part.calls)
             delta["tool_calls"] = [{"index": first + i, **_call(call)} for i, call in enumerate(part.calls)]
         return delta
 
     def _finish_reason(self, index: int, reason: str | None) -> str | None:
-        parser = self._parsers.get(index)
-        return "tool_calls" if reason == "stop" and parser is not None and parser.calls else reason
+        return "tool_calls" if reason == "stop" and self._calls[index] else reason
 
-    def _usage(self, requests: Sequence[Request]) -> dict[str, Any]:
+    def usage(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Tokens so far of all choices; a prompt counts once."""
         prompts = requests[:: self.n]
         prompt_tokens = sum(len(request.prompt) for request in prompts)
         completion_tokens = sum(request.generated_count for request in requests)

@@ -13,15 +13,31 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from replayssm.runtime.api_answers import Answers, error_body
+from replayssm.runtime.api_schema import StreamOptions
 from replayssm.runtime.engine_loop import EngineLoop
 from replayssm.runtime.requests import Request, Update
 
 FAILURES = {
-    "timeout": (504, "the request took longer than the server allows", "timeout_error"),
-    "cancelled": (503, "the server is shutting down", "server_error"),
-    "error": (500, "the engine failed", "server_error"),
+    "timeout": (504, "the request took longer than the server allows", "timeout_error", "timeout"),
+    "cancelled": (
+        503,
+        "the server is shutting down and has ended the request before its answer was complete: send it again",
+        "server_error",
+        "service_unavailable",
+    ),
+    "error": (500, "the engine failed", "server_error", "internal_error"),
 }
-"""finish reason -> (status, message, type) of a request that did not end by itself."""
+"""finish reason -> (status, message, type, code) of a request that did not end by itself."""
+SHUTDOWN_RETRY_S = 5
+DONE = "data: [DONE]\n\n"
+"""Ends every stream, also behind an error, for clients that wait for it."""
+
+
+def failure(request: Request) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """(status, body, headers) of the answer to a request that ended for one of FAILURES."""
+    status, message, kind, code = FAILURES[request.finish_reason]
+    headers = {"Retry-After": str(SHUTDOWN_RETRY_S)} if status == 503 else {}
+    return status, error_body(request.error or message, kind, code=code), headers
 
 
 class ClientGoneError(Exception):
@@ -72,11 +88,11 @@ class Call:
 class CallStream(StreamingResponse):
     """Server-sent events of a call; the call is closed however the response ends."""
 
-    def __init__(self, call: Call, answers: Answers, http: HttpRequest, include_usage: bool) -> None:
+    def __init__(self, call: Call, answers: Answers, http: HttpRequest, options: StreamOptions) -> None:
         self._call = call
         self._answers = answers
         super().__init__(
-            self._body(http, include_usage), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            self._body(http, options), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,7 +101,7 @@ class CallStream(StreamingResponse):
         finally:
             self._call.close()
 
-    async def _body(self, http: HttpRequest, include_usage: bool) -> AsyncIterator[str]:
+    async def _body(self, http: HttpRequest, options: StreamOptions) -> AsyncIterator[str]:
         answers, call = self._answers, self._call
         for index in range(len(call.requests)):
             if (piece := answers.opening(index)) is not None:
@@ -93,16 +109,18 @@ class CallStream(StreamingResponse):
         try:
             async for index, update in call.updates(http):
                 if update.finish_reason in FAILURES:
-                    _, message, kind = FAILURES[update.finish_reason]
-                    yield _event(error_body(call.requests[index].error or message, kind))
+                    yield _event(failure(call.requests[index])[1])
+                    yield DONE
                     return
                 if (piece := answers.piece(index, update)) is not None:
+                    if options.continuous_usage_stats:
+                        piece["usage"] = answers.usage(call.requests)
                     yield _event(piece)
         except ClientGoneError:
             return
-        if include_usage:
+        if options.include_usage:
             yield _event(answers.closing(call.requests))
-        yield "data: [DONE]\n\n"
+        yield DONE
 
 
 async def collect(call: Call, http: HttpRequest) -> list[list[Update]]:

@@ -75,7 +75,7 @@ class RequestMaker:
         if tools and "tools" not in template:
             raise ValueError("the chat template has no place for tools: ask without them")
         with self._encoding:
-            return encode_chat(self._encoder, messages, template, body.chat_template_kwargs, tools or None)
+            return encode_chat(self._encoder, messages, template, body.template_variables, tools or None)
 
     def make(
         self, body: GenerationBody, prompts: Sequence[Sequence[int]], max_tokens: int | None, top: int | None
@@ -86,15 +86,12 @@ class RequestMaker:
             raise ValueError(f"expected 1 to {self.options.max_choices} choices (prompts times n), got {count}")
         first = secrets.randbits(64) if body.seed is None else body.seed
         params = SamplingParams(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_k=max(body.top_k, 0),
-            top_p=1.0 if body.top_p is None else body.top_p,
-            min_p=body.min_p,
+            temperature=body.temperature, top_k=max(body.top_k, 0), top_p=body.top_p, min_p=body.min_p
         )
         timeout = self.options.timeout_s
-        end_tokens = {*(() if body.ignore_eos else self._end_tokens), *(body.stop_token_ids or ())}
+        end_tokens = {*(() if body.ignore_eos else self._end_tokens), *body.stop_token_ids}
         check_token_ids(sorted(end_tokens), self.session.engine.vocab_size)
-        is_chat = isinstance(body, ChatBody)
+        dropped = self.format.dropped_tokens if isinstance(body, ChatBody) else None
         return [
             Request.create(
                 self.session,
@@ -103,8 +100,8 @@ class RequestMaker:
                 replace(params, seed=(first + choice) % 2**64),
                 end_tokens=sorted(end_tokens),
                 tokenizer=self.tokenizer,
-                stop=body.stop_strings,
-                dropped=self.format.dropped_tokens if is_chat else None,
+                stop=body.stop,
+                dropped=dropped if body.skip_special_tokens else frozenset(),
                 processor=self._processor(body, prompt, end_tokens),
                 logprobs=top,
                 deadline=None if timeout is None else time.perf_counter() + timeout,
@@ -118,20 +115,17 @@ class RequestMaker:
     ) -> LogitsProcessor | None:
         """What changes the logits of one sequence, if anything does."""
         rules = LogitRules(
-            body.presence_penalty or 0.0,
-            body.frequency_penalty or 0.0,
+            body.presence_penalty,
+            body.frequency_penalty,
             body.repetition_penalty,
-            body.logit_bias or {},
+            body.logit_bias,
             body.min_tokens,
         )
         check_token_ids(rules.logit_bias, self.session.engine.vocab_size)
-        wanted, grammar = body.response_format, None
-        if wanted is not None and wanted.type != "text":
+        wanted, grammar = body.constraint, None
+        if wanted is not None:
             after = self.format.end_of_reasoning(prompt) if isinstance(body, ChatBody) else None
-            if wanted.json_schema is None:
-                grammar = self._grammars.json_object(after)
-            else:
-                grammar = self._grammars.json_schema(wanted.json_schema.schema_, after)
+            grammar = self._grammars.make(*wanted, after)
         elif rules.change_nothing:
             return None
         return LogitsProcessor(prompt, rules, end_tokens, grammar)

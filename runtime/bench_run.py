@@ -53,8 +53,8 @@ def check_samples(samples: Sequence[Sample], session: Session) -> None:
     for sample in samples:
         if len(sample.input_ids) + sample.output_tokens > limit:
             raise ValueError(
-                f"task {sample.task_id} has {len(sample.input_ids)} + {sample.output_tokens} tokens, the engine's "
-                f"max_seq_len is {limit}: rebuild it with a larger --max-seq-len, or shorten the data set"
+                f"task {sample.task_id} has {len(sample.input_ids)} + {sample.output_tokens} tokens, but a sequence "
+                f"has at most {limit}: shorten the data set, or {session.engine.how_to_lengthen}"
             )
         try:
             check_token_ids(sample.input_ids, session.engine.vocab_size)

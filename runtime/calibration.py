@@ -83,7 +83,7 @@ def _step_seconds(session: Session, drafter: Drafter, batch: int, count: int, cl
         scheduler.close()
     if len(times) < 2:
         raise ValueError(
-            f"max_seq_len {session.settings.max_seq_len} is too short to measure {count} drafts: raise --max-seq-len, "
-            "or leave --adaptive-drafts out"
+            f"max_seq_len {session.settings.max_seq_len} is too short to measure {count} drafts: "
+            f"{session.engine.how_to_lengthen}, or leave --adaptive-drafts out"
         )
     return min(times[1:])

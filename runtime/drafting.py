@@ -117,7 +117,7 @@ def checked_draft_len(session: Session, drafter: Drafter | None, draft_len: int 
     if drafter is None:
         return 0
     if limit == 0:
-        raise ValueError("the engine was built without drafts: rebuild it with --max-draft-len")
+        raise ValueError("the engine was built without drafts: choose --draft none, or build it with --max-draft-len")
     if draft_len is None:
         return limit
     if not 1 <= draft_len <= limit:

@@ -30,6 +30,7 @@ class Engine:
     emulate_activation_quantization: executors round activations as the checkpoint's recipe says; for comparisons.
     fp8_products: executors multiply FP8 weights with activations in FP8 where the checkpoint's recipe rounds them so.
     operators: of its networks, by name, beside those that every executor knows (`runtime.parallel`).
+    built_max_seq_len: what the directory's engine allows, where its user asked for shorter sequences; None: the same.
     """
 
     directory: Path
@@ -40,6 +41,7 @@ class Engine:
     emulate_activation_quantization: bool = False
     fp8_products: bool = False
     operators: Mapping[str, Callable[..., Any]] = field(default_factory=dict, repr=False)
+    built_max_seq_len: int | None = None
 
     # Of a tensor-parallel group (`parallel.RankEngine`); the part of the logits that networks give, None for all.
     ranks = 1
@@ -78,6 +80,14 @@ class Engine:
     def has_plans(self) -> bool:
         """Whether TensorRT plans run the networks, with all slots and sizes that they were built for."""
         return self.manifest.target != "torch"
+
+    @property
+    def how_to_lengthen(self) -> str:
+        """What the user of a command can do for longer sequences, as part of an error."""
+        built, limit = self.built_max_seq_len, self.manifest.replay.max_seq_len
+        if built is not None and built > limit:
+            return f"raise --max-seq-len, here up to {built}"
+        return "build the engine with a larger --max-seq-len"
 
     @property
     def weight_bytes(self) -> int:

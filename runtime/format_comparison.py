@@ -179,7 +179,10 @@ def compare(
     limit = engine.manifest.replay.max_seq_len
     longest = max(len(problem.prompt) for problem in problems)
     if longest + 2 > limit:
-        raise ValueError(f"a prompt of {longest} tokens does not fit the engine's max_seq_len {limit}: leave it out")
+        raise ValueError(
+            f"a prompt of {longest} tokens does not fit the engine's max_seq_len {limit}: leave it out, or "
+            f"{engine.how_to_lengthen}"
+        )
     slots = min(slots, len(problems), engine.manifest.limits.max_batch_size)
     sessions = {
         name: Session(replace(engine, manifest=replace(engine.manifest, replay=settings)), slots, device)

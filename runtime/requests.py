@@ -14,6 +14,11 @@ from replayssm.runtime.session import Session, check_token_ids
 from replayssm.runtime.speculation import Draft
 from replayssm.runtime.text import TextStream
 
+
+class PromptTooLongError(ValueError):
+    """A prompt that leaves no room for output."""
+
+
 FINISH_REASONS = ("stop", "length", "cancelled", "timeout", "error")
 """Why a request ended. "stop": end token or stop string. "length": max_tokens or the engine's max_seq_len."""
 
@@ -118,9 +123,9 @@ class Request:
         if not tokens:
             raise ValueError(f"{name} is empty: it needs at least one token")
         if len(tokens) >= limit:
-            raise ValueError(
-                f"{name} has {len(tokens)} tokens, but the engine's max_seq_len is {limit} with the output: "
-                "shorten the prompt or rebuild the engine with a larger --max-seq-len"
+            raise PromptTooLongError(
+                f"{name} has {len(tokens)} tokens, but a sequence has at most {limit} with its output: shorten the "
+                f"prompt, or {session.engine.how_to_lengthen}"
             )
         check_token_ids(tokens, session.engine.vocab_size)
         if max_tokens < 1:

@@ -77,7 +77,8 @@ def with_max_seq_len(engine: Engine, max_seq_len: int | None) -> Engine:
         )
     settings = replace(engine.manifest.replay, max_seq_len=max_seq_len)
     limits = replace(engine.manifest.limits, max_seq_len=max_seq_len)
-    return replace(engine, manifest=replace(engine.manifest, replay=settings, limits=limits))
+    manifest = replace(engine.manifest, replay=settings, limits=limits)
+    return replace(engine, manifest=manifest, built_max_seq_len=engine.built_max_seq_len or limit)
 
 
 def free_bytes(device: torch.device | str) -> int:
@@ -117,13 +118,14 @@ def slots_that_fit(engine: Engine, memory_bytes: int, wanted: int | None, draft_
             f"{memory_bytes / 1e9:.2f} GB may be used: build them with a smaller --max-batch-size or --max-seq-len"
         )
     if fitting < (wanted or 1):
-        length = engine.manifest.replay.max_seq_len
-        shorter = int((memory_bytes / (wanted or 1) - (size - cache)) * length / cache) if cache else 0
-        advice = f" (to {shorter})" if shorter >= 2 else ""
+        length, count = engine.manifest.replay.max_seq_len, wanted or 1
+        shorter = int((memory_bytes / count - (size - cache)) * length / cache) if cache else 0
+        ways = [f"lower --max-batch-size to {fitting}"] if 1 <= fitting < count else []
+        ways += [f"lower --max-seq-len to {shorter}"] if shorter >= 2 else []
         raise ValueError(
-            f"{wanted or 1} sequences of {length} tokens take {(wanted or 1) * size / 1e9:.2f} GB of state "
-            f"({cache / size:.0%} of it attention cache), {memory_bytes / 1e9:.2f} GB may be used: lower "
-            f"--max-batch-size or --max-seq-len{advice}"
+            f"state for {count} x {length} tokens takes {count * size / 1e9:.2f} GB "
+            f"({cache / size:.0%} of it attention cache), {memory_bytes / 1e9:.2f} GB may be used: "
+            + " or ".join([*ways, "free memory"])
         )
     return min(limit, fitting) if wanted is None else wanted
 

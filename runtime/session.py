@@ -77,7 +77,9 @@ class Session:
             raise unfit(error, engine, self.slots, self.device) from error
         most = getattr(self._programs["main"].executor, "max_tokens", prefill_chunk)
         if prefill_chunk > most:
-            raise ValueError(f"prefill_chunk {prefill_chunk} is more than the {most} tokens of the engine's plans")
+            raise ValueError(
+                f"prefill_chunk {prefill_chunk} is more than the {most} tokens of the engine's plans: lower it"
+            )
         self._free = list(range(self.slots))
         self._seq_lens: dict[int, int] = {}
         self._windows: dict[int, int] = {}
@@ -390,5 +392,5 @@ class Session:
         if end > self.settings.max_seq_len:
             raise ValueError(
                 f"slot {slot}: {end} tokens are more than the engine's max_seq_len {self.settings.max_seq_len}: "
-                "shorten the text or rebuild the engine with a larger --max-seq-len"
+                f"shorten the text, or {self.engine.how_to_lengthen}"
             )

@@ -129,6 +129,6 @@ def _checked_budget(session: Session, max_num_tokens: int | None) -> int:
     if max_num_tokens < least:
         raise ValueError(
             f"max_num_tokens {max_num_tokens} is less than the {least} tokens of one prompt chunk "
-            f"({session.prefill_chunk}) beside {session.slots - 1} decoding slots: raise it, or use fewer slots"
+            f"({session.prefill_chunk}) beside {session.slots - 1} decoding slots: raise it, or lower --prefill-chunk"
         )
     return max_num_tokens

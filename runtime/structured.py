@@ -1,7 +1,8 @@
-"""Structured output: JSON and JSON schemas as grammars, by llguidance."""
+"""Structured output: JSON schemas, regular expressions and choices as grammars, by llguidance."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -26,20 +27,23 @@ class Grammars:
         self._lock = threading.Lock()
         self._made: Any = None
 
-    def json_schema(self, schema: dict[str, Any], after: int | None = None) -> MatchedGrammar:
-        """A grammar of the JSON values that `schema` describes. after: nothing is restricted up to this token.
+    def make(self, kind: str, value: Any, after: int | None = None) -> MatchedGrammar:
+        """A grammar of texts. kind: "json" with a JSON schema, "regex" with an expression, "choice" with texts.
 
-        Raises ValueError for a schema that is none, or that cannot be enforced.
+        after: nothing is restricted up to this token. Raises ValueError for a value that cannot be enforced.
         """
-        from_schema = self._library().LLMatcher.grammar_from_json_schema
+        library = self._library().LLMatcher
         try:
-            return self._matched(from_schema(schema, overrides={"whitespace_pattern": WHITESPACE}), after)
+            if kind == "json":
+                grammar = library.grammar_from_json_schema(value, overrides={"whitespace_pattern": WHITESPACE})
+            elif kind == "regex":
+                grammar = library.grammar_from_regex(value)
+            else:
+                grammar = library.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in value))
+            return self._matched(grammar, after)
         except ValueError as error:
-            raise ValueError(f"the JSON schema cannot be enforced: {' '.join(str(error).split())}") from error
-
-    def json_object(self, after: int | None = None) -> MatchedGrammar:
-        """A grammar of all JSON objects."""
-        return self.json_schema({"type": "object"}, after)
+            name = {"json": "JSON schema", "regex": "regular expression"}.get(kind, kind)
+            raise ValueError(f"the {name} cannot be enforced: {' '.join(str(error).split())}") from error
 
     def _matched(self, grammar: str, after: int | None) -> MatchedGrammar:
         matcher = self._library().LLMatcher(self._ll_tokenizer(), grammar)

@@ -199,8 +199,10 @@ def _sampling(path: Path | None) -> Any:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         return SamplingParams(**values)
-    except (yaml.YAMLError, TypeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
         raise ValueError(f"{path}: expected temperature, top_k, top_p, min_p and seed ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _write_json(path: Path | None, value: Any) -> None:

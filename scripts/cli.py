@@ -32,6 +32,15 @@ COMMANDS = {
 WITHOUT_RESULT_ON_STDOUT = ("quantize", "build", "serve")
 """Commands that are of use without a standard output: they write files, or answer over a socket."""
 
+OPTION_OF = {
+    "slots": "max_batch_size",
+    "max_queue": "max_queue_size",
+    "swap_bytes": "swap_memory",
+    "prefix_cache_bytes": "prefix_cache",
+    "ranks": "tensor_parallel_size",
+}
+"""Parameter of the runtime -> the option that sets it, where their names differ."""
+
 DEBUG_VARIABLE = "REPLAYSSM_DEBUG"
 
 
@@ -71,10 +80,26 @@ class LazyGroup(click.Group):
         except click.ClickException as error:
             _fail(error.format_message())
         except (ValueError, OSError, InferenceError) as error:
-            _fail(_one_line(error))
+            _fail(_in_options(_one_line(error), self._asked(args[0] if args else extra.get("args"))))
         except click.Abort:
             click.echo("interrupted", err=True)
             sys.exit(130)
+
+    def _asked(self, arguments: Sequence[str] | None) -> click.Command:
+        """The command that the command line names."""
+        command: click.Command = self
+        for argument in sys.argv[1:] if arguments is None else arguments:
+            if isinstance(command, click.Group):
+                command = command.get_command(None, argument) or command
+        return command
+
+
+def _in_options(message: str, command: click.Command) -> str:
+    """An error of the runtime, which begins with the name of a parameter, with the option that sets it instead."""
+    name, _, rest = message.partition(" ")
+    options = {parameter.name: parameter.opts[0] for parameter in command.params if parameter.opts[0].startswith("--")}
+    option = options.get(name) or options.get(OPTION_OF.get(name, ""))
+    return f"{option} {rest}" if option and rest else message
 
 
 def _require_stdout(arguments: Sequence[str] | None) -> None:

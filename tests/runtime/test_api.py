@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import random
 import re
 import threading
@@ -103,6 +104,12 @@ def test_streamed_completion(client, alone):
     assert len(pieces) > 3
     assert (last.choices, last.usage.completion_tokens) == ([], 20)
     assert all(piece.usage is None for piece in client.completions.create(**options))
+    usages = [
+        piece.usage.completion_tokens
+        for piece in client.completions.create(**options, stream_options={"continuous_usage_stats": True})
+    ]
+    assert usages == sorted(usages)
+    assert usages[-1] == 20
 
 
 def test_chat(client, alone):
@@ -264,62 +271,65 @@ def test_stats_and_page(server, client):
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "message"),
+    ("body", "status", "message", "param", "code"),
     [
-        ({"prompt": "a", "model": "other"}, 404, "has the model 'tiny', not 'other'"),
-        ({"prompt": "a", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
-        ({"prompt": "a", "top_k": 2**64}, 400, "top_k must be an integer in"),
-        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
-        ({"prompt": "a", "colour": 1}, 400, "colour: Extra inputs are not permitted"),
-        ({"prompt": "a", "logit_bias": {"1": 200}}, 400, "logit_bias: Input should be less than or equal to 100"),
-        ({"prompt": "a", "logit_bias": {"1000": 2}}, 400, "token id 1000 is outside the vocabulary"),
-        ({"prompt": "a", "stop_token_ids": [1000], "min_tokens": 2}, 400, "token id 1000 is outside the vocabulary"),
-        ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty: Input should be less than or equal to 2"),
-        ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "has a json_schema"),
-        ({"prompt": "a", "echo": True}, 400, "echo and suffix are not supported"),
-        ({"prompt": "a", "stop": ["", "b"]}, 400, "none of them empty"),
-        ({"prompt": "a", "n": 9}, 400, "expected 1 to 8 choices"),
-        ({"prompt": []}, 400, "choices (prompts times n), got 0"),
-        ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options go with stream"),
-        ({"prompt": ""}, 400, "the prompt is empty"),
-        ({"prompt": [-1]}, 400, "prompt: expected text, token ids (integers from 0 on), or a list"),
-        ({"prompt": [True]}, 400, "prompt: expected text, token ids"),
-        ({"prompt": [10**6]}, 400, "token id 1000000 is outside the vocabulary of"),
-        ({"prompt": [1] * 400}, 400, "the engine's max_seq_len is 400"),
-        ({"max_tokens": 3}, 400, "prompt: Field required"),
-        ("{", 400, "the body is not JSON: Expecting property name enclosed in double quotes at character 1"),
+        ({"prompt": "a", "model": "other"}, 404, "has the model 'tiny', not 'other'", "model", "model_not_found"),
+        ({"prompt": "a", "temperature": True}, 400, "expected a number, got true", "temperature", "invalid_type"),
+        ({"prompt": "a", "top_k": 2**64}, 400, "top_k must be an integer in", "top_k", "invalid_value"),
+        ({"prompt": "a", "colour": 1}, 400, "colour is no parameter", "colour", "unknown_parameter"),
+        ({"prompt": "a", "logit_bias": {"1000": 2}}, 400, "token id 1000 is outside the vocabulary", None, None),
+        ({"prompt": "a", "stop_token_ids": [1000], "min_tokens": 2}, 400, "token id 1000 is outside", None, None),
+        ({"prompt": "a", "n": 9}, 400, "expected 1 to 8 choices", None, None),
+        ({"prompt": []}, 400, "choices (prompts times n), got 0", None, None),
+        ({"prompt": ""}, 400, "the prompt is empty", None, None),
+        ({"prompt": "\ud800"}, 400, "not valid Unicode: character 0 is a lone surrogate", None, None),
+        ({"prompt": [10**6]}, 400, "token id 1000000 is outside the vocabulary of", None, None),
+        ({"prompt": [1] * 400}, 400, "400 with its output: shorten", "prompt", "context_length_exceeded"),
+        ({"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "expression cannot be enforced", None, None),
+        ("{", 400, "the body is not JSON: Expecting property name", None, "invalid_json"),
+        ('{"prompt": "a", "temperature": NaN}', 400, "NaN is no number", None, "invalid_json"),
     ],
-)
-def test_bad_completions(server, body, status, message):
-    content = {"content": body} if isinstance(body, str) else {"json": body}
-    answer = httpx.post(f"{server.url}/v1/completions", **content, headers={"Content-Type": "application/json"})
+)  # fmt: skip
+def test_bad_completions(server, body, status, message, param, code):
+    content = body if isinstance(body, str) else json.dumps(body)
+    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == status
-    assert message in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert message in error["message"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert code in (None, error["code"])
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"messages": []}, "at least 1 item"),
-        ({"messages": [{"role": "critic", "content": "x"}]}, "messages: Input should be 'system'"),
-        ({"messages": [{"role": "user"}]}, "a message needs content, or tool_calls"),
-        ({"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]}, "belong to messages of the role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "images, audio"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}, "start it with --tool-parser"),
-        ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "'auto' or 'none'"),
-        ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs go with logprobs"),
-        ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "yaml"}}, "'json_object'"),
-    ],
-)
-def test_bad_chats(server, body, message):
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+def test_bad_chats(server):
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    for body, message in (
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role: expected 'system'"),
+        ({**chat, "tools": [TOOL]}, "start it with --tool-parser"),
+    ):
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_must_say_that_it_is_json(server, content_type):
+    """What a page of another site may send without asking must not start work here."""
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    answer = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "a"}', headers=headers)
     assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert "Content-Type: application/json" in error["message"]
+    assert error["code"] == "unsupported_content_type"
+    accepted = {"Content-Type": "application/json; charset=utf-8"}
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    assert httpx.post(f"{server.url}/v1/completions", content=body, headers=accepted).status_code == 200
 
 
 def test_unknown_paths(server):
-    answer = httpx.get(f"{server.url}/v1/nothing")
-    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "invalid_request_error")
+    for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)):
+        answer = httpx.request(method, server.url + path)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
+        assert answer.json()["error"]["message"].startswith(f"{method} {path}: ")
 
 
 def test_limits_and_keys(start, tiny_engine):

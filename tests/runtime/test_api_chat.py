@@ -6,6 +6,7 @@ The models here are random, so a grammar of one sentence makes them say what a t
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -98,6 +99,8 @@ def test_reasoning_and_calls(client, say, text, content, reasoning, calls, reaso
     assert prompts[0].startswith("<function=add>user: ?")
     streamed = joined(client.chat.completions.create(**ASK, tools=TOOLS, stream=True))
     assert streamed == (content, reasoning, found, reason)
+    first = joined(client.chat.completions.create(**ASK, tools=TOOLS, stream=True, parallel_tool_calls=False))
+    assert first == (content, reasoning, found[:1], reason)
 
 
 def test_a_conversation_with_a_tool(client, say):
@@ -132,6 +135,10 @@ def test_json_output(client):
         model="tiny", prompt="a", max_tokens=60, extra_body={"response_format": wanted}
     )
     assert 1 <= json.loads(complete.choices[0].text)["n"] <= 9
+    for outputs, expected in (({"regex": "[0-9]{3}"}, r"\d{3}"), ({"choice": ["yes", 'no "\n']}, 'yes|no "\n')):
+        extra = {"structured_outputs": outputs}
+        complete = client.completions.create(model="tiny", prompt="a", max_tokens=60, extra_body=extra)
+        assert re.fullmatch(expected, complete.choices[0].text)
     wanted["json_schema"]["schema"] = {"type": "nonsense"}
     with pytest.raises(openai.BadRequestError, match="the JSON schema cannot be enforced"):
         client.chat.completions.create(**options)

@@ -93,7 +93,7 @@ def test_a_run_generates_what_generate_does(tiny_engine, concurrency):
 
 def test_a_sample_that_does_not_fit_is_refused_first(tiny_engine):
     scheduler = Scheduler(Session(tiny_engine("nano"), slots=1))
-    with pytest.raises(ValueError, match=r"task 5 has 399 \+ 2 tokens, the engine's max_seq_len is 400"):
+    with pytest.raises(ValueError, match=r"task 5 has 399 \+ 2 tokens, but a sequence has at most 400"):
         run_samples(scheduler, [SAMPLES[0], Sample(5, [1] * 399, 2)])
     assert scheduler.stats.steps == 0
 

@@ -44,15 +44,15 @@ def test_slots_that_fit(tiny_engine, monkeypatch):
     assert slots_that_fit(engine, 1000 * size, None) == 8
     assert slots_that_fit(engine, 3 * size, 2) == 2
     for memory, wanted in ((size - 1, None), (3 * size, 4)):
-        with pytest.raises(ValueError, match="lower --max-batch-size or --max-seq-len") as error:
+        with pytest.raises(ValueError, match="lower --max-seq-len to") as error:
             slots_that_fit(engine, memory, wanted)
         # The advice holds: that many sequences of the length it names fit, of one token more they do not.
-        advised = re.search(r"\(to (\d+)\)", str(error.value))
-        if advised:
-            length = int(advised[1])
-            assert slots_that_fit(with_max_seq_len(engine, length), memory, wanted) == (wanted or 1)
-            with pytest.raises(ValueError, match="lower"):
-                slots_that_fit(with_max_seq_len(engine, length + 1), memory, wanted)
+        length = int(re.search(r"--max-seq-len to (\d+)", str(error.value))[1])
+        assert slots_that_fit(with_max_seq_len(engine, length), memory, wanted) == (wanted or 1)
+        with pytest.raises(ValueError, match="lower"):
+            slots_that_fit(with_max_seq_len(engine, length + 1), memory, wanted)
+        # Fewer sequences are an advice where there are fewer to have.
+        assert ("lower --max-batch-size to 3 or " in str(error.value)) == (wanted == 4)
     weights = sum(tensor.nbytes for tensor in engine.weights.values())
     assert 0 < usable_bytes(engine, "cpu", 0.5) < free_bytes("cpu")
     monkeypatch.setattr("replayssm.runtime.serving.free_bytes", lambda device: weights + 100)
@@ -116,8 +116,9 @@ def test_shorter_sequences_take_less(tiny_engine):
     assert (cache, less_cache) == (400 * cache // 400, 100 * cache // 400)
     assert total - less == cache - less_cache
     session = make_loop(short, 1).scheduler.session
-    with pytest.raises(ValueError, match="max_seq_len 100"):
+    with pytest.raises(ValueError, match="max_seq_len 100: shorten the text, or raise --max-seq-len, here up to 400"):
         session.prefill(session.allocate(), [1] * 101)
+    assert engine.how_to_lengthen == "build the engine with a larger --max-seq-len"
     assert with_max_seq_len(engine, None) is engine
     for length in (1, 401):
         with pytest.raises(ValueError, match="between 2 and the engine's 400"):

@@ -56,21 +56,21 @@ def test_a_random_model_writes_what_the_schema_says(tiny_engine, grammars, draft
         drafter = {"none": None, "ngram": NgramDrafter(), "mtp": MtpDrafter(session), "drawn": MtpDrafter(session)}[
             draft
         ]
-        request = generate(session, drafter, grammars.json_schema(SCHEMA), seed, draft_sampling=draft == "drawn")
+        request = generate(session, drafter, grammars.make("json", SCHEMA), seed, draft_sampling=draft == "drawn")
         value = json.loads(request.text)
         assert request.finish_reason == "stop"
         assert sorted(value) == ["count", "name"]
         assert value["name"] in ("Ella", "Finn")
         assert 0 <= value["count"] <= 99
         if draft in ("ngram", "mtp"):
-            plain = generate(session, None, grammars.json_schema(SCHEMA), seed)
+            plain = generate(session, None, grammars.make("json", SCHEMA), seed)
             assert request.generated == plain.generated
 
 
 def test_nothing_is_restricted_before_the_reasoning_ends(tiny_engine, grammars):
     tokenizer = tiny_engine("nano").tokenizer
     after = tokenizer("z")["input_ids"][0]
-    grammar = grammars.json_object(after)
+    grammar = grammars.make("json", {"type": "object"}, after)
     brace, other = tokenizer("{")["input_ids"][0], tokenizer("q")["input_ids"][0]
     assert grammar.allowed([other, brace], 3) is None
     assert grammar.accept([other, brace, other]) == 3
@@ -86,7 +86,7 @@ def test_nothing_is_restricted_before_the_reasoning_ends(tiny_engine, grammars):
 def test_masks_take_nothing_and_the_end_is_where_nothing_may_follow(tiny_engine, grammars):
     tokenizer = tiny_engine("nano").tokenizer
     tokens = tokenizer('{"count":7,"name":"Ella"}')["input_ids"]
-    grammar = grammars.json_schema({**SCHEMA, "properties": dict(reversed(SCHEMA["properties"].items()))})
+    grammar = grammars.make("json", {**SCHEMA, "properties": dict(reversed(SCHEMA["properties"].items()))})
     first = grammar.allowed([], 1)
     together = grammar.allowed(tokens[:-1], len(tokens))
     assert (grammar.allowed([], 1) == first).all()
@@ -96,14 +96,14 @@ def test_masks_take_nothing_and_the_end_is_where_nothing_may_follow(tiny_engine,
         assert not grammar.finished
         assert grammar.accept([token]) == 1
     assert grammar.finished
-    again = grammars.json_schema({**SCHEMA, "properties": dict(reversed(SCHEMA["properties"].items()))})
+    again = grammars.make("json", {**SCHEMA, "properties": dict(reversed(SCHEMA["properties"].items()))})
     assert again.accept([*tokens, 5, 5]) == len(tokens)  # what stands behind the end is not taken
 
 
 @pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "#/nowhere"}])
 def test_schemas_that_cannot_be_enforced(grammars, schema):
     with pytest.raises(ValueError, match="the JSON schema cannot be enforced: "):
-        grammars.json_schema(schema)
+        grammars.make("json", schema)
 
 
 def test_whitespace_ends(tiny_engine, grammars):
@@ -111,7 +111,7 @@ def test_whitespace_ends(tiny_engine, grammars):
     tokenizer = tiny_engine("nano").tokenizer
     brace, space, newline = (tokenizer(text)["input_ids"][0] for text in ("{", " ", "\n"))
     for first, most in ((space, 0), (newline, 16)):
-        grammar = grammars.json_schema(SCHEMA)
+        grammar = grammars.make("json", SCHEMA)
         grammar.accept([brace, first])
         count = 0
         while grammar.allowed([], 1)[0, space]:
@@ -124,4 +124,4 @@ def test_whitespace_ends(tiny_engine, grammars):
 def test_without_the_library(grammars, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"pip install '.\[serve\]'"):
-        grammars.json_object()
+        grammars.make("json", {})
