@@ -137,7 +137,7 @@ def build_engine(
     traced = build_networks(config, opened.module_format, replay.activation_dtype)
     networks = {network.name: network for network in (traced.main, traced.mtp) if network is not None}
     plan = traced.weight_plan
-    _check_states(networks.values(), replay, options.target)
+    _check_states(networks.values(), replay)
     with atomic_directory(Path(output), overwrite, _is_own_engine) as directory:
         total = sum(recipe.nbytes for recipe in plan.values())
         _check_space(directory, total, Path(output).parent)
@@ -182,7 +182,7 @@ def _is_own_engine(directory: Path) -> bool:
     return True
 
 
-def _check_states(networks: Iterable[Network], replay: ReplaySettings, target: str) -> None:
+def _check_states(networks: Iterable[Network], replay: ReplaySettings) -> None:
     """Settings that the operators or a layer's state refuse must fail here, not at the first token."""
     states = [state.geometry for network in networks for state in network.states.values()]
     check_u_source(states, replay)

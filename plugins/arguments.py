@@ -10,7 +10,7 @@ import struct
 
 import torch
 
-from replayssm.plugins.contract import state_parts
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, state_parts
 from replayssm.plugins.state import LayerState, torch_dtype
 
 Argument = torch.Tensor | int | None
@@ -25,7 +25,7 @@ def mamba2_arguments(
 
     skip_prefill: the window kernel leaves prefill rows to the prefill kernel.
     """
-    geometry, tokens = state.geometry, x.shape[0]
+    geometry, tokens = state.expect(Mamba2Geometry), x.shape[0]
     H, P, N, G = geometry.nheads, geometry.headdim, geometry.dstate, geometry.ngroups
     inputs = (
         ("x", x, (tokens, H, P), 8),
@@ -41,7 +41,7 @@ def gdn_arguments(
     q, k, v, a, b, A_log, dt_bias, state, index, layer, out, skip_prefill: bool = False
 ) -> list[Argument]:
     """Arguments of gdn_{window,prefill,serial}.cu, as `mamba2_arguments`."""
-    geometry, tokens = state.geometry, v.shape[0]
+    geometry, tokens = state.expect(GdnGeometry), v.shape[0]
     Hk, Hv, dk, dv = geometry.num_k_heads, geometry.num_v_heads, geometry.head_k_dim, geometry.head_v_dim
     inputs = (
         ("q", q, (tokens, Hk, dk), 8),
@@ -56,15 +56,15 @@ def gdn_arguments(
 
 def conv_arguments(x, weight, bias, state, index, out) -> list[Argument]:
     """Arguments of causal_conv1d_window.cu in the kernel's order; ValueError for what does not fit."""
-    tokens, channels, taps = x.shape[0], state.geometry.conv_dim, state.geometry.conv_kernel
+    geometry, tokens = state.expect(ConvGeometry), x.shape[0]
     act = torch_dtype(state.settings.activation_dtype)
     ring = state["conv_ring"]
     _check_index(index)
-    _check_token_rows("x", x, (tokens, channels), act, 8)
-    _check_dense("weight", weight, (channels, taps), weight.dtype)
+    _check_token_rows("x", x, (tokens, geometry.conv_dim), act, 8)
+    _check_dense("weight", weight, (geometry.conv_dim, geometry.conv_kernel), weight.dtype)
     if bias is not None:
-        _check_dense("bias", bias, (channels,), weight.dtype)
-    _check_dense("out", out, (tokens, channels), act)
+        _check_dense("bias", bias, (geometry.conv_dim,), weight.dtype)
+    _check_dense("out", out, (tokens, geometry.conv_dim), act)
     scalars = [tokens, state.slots, state.settings.max_seq_len, x.stride(0), ring.stride(0)]
     return [x, weight, bias, ring, state.error_flag, *index, *scalars, out, ring, state.error_flag]
 
@@ -153,7 +153,7 @@ def _check_dense(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype:
 
 def attention_arguments(q, k, v, state, index, scale, out) -> list[Argument]:
     """Arguments of attention_window.cu in the kernel's order; ValueError for what does not fit."""
-    geometry, settings = state.geometry, state.settings
+    geometry, settings = state.expect(AttentionGeometry), state.settings
     tokens, act, keys = q.shape[0], torch_dtype(settings.activation_dtype), state["k_cache"]
     _check_index(index)
     _check_token_rows("q", q, (tokens, q.shape[1], geometry.head_dim), act, 8)

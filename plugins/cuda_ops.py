@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, wraps
 
 import torch
@@ -91,7 +92,7 @@ def _reference(name: str, reason: str, *args) -> torch.Tensor:
     return out.to(device)
 
 
-_leave_gaps = False
+_leave_gaps: ContextVar[bool] = ContextVar("leave_gaps", default=False)
 
 
 @contextmanager
@@ -100,17 +101,16 @@ def gaps_left_unwritten() -> Iterator[None]:
 
     For callers that know those tokens and ignore them, such as steps of a fixed width: zeros cost a fill per operator.
     """
-    global _leave_gaps
-    before, _leave_gaps = _leave_gaps, True
+    before = _leave_gaps.set(True)
     try:
         yield
     finally:
-        _leave_gaps = before
+        _leave_gaps.reset(before)
 
 
 def _output(like: torch.Tensor) -> torch.Tensor | None:
     """Where a kernel writes: None lets the launcher allocate zeros."""
-    return torch.empty_like(like, memory_format=torch.contiguous_format) if _leave_gaps else None
+    return torch.empty_like(like, memory_format=torch.contiguous_format) if _leave_gaps.get() else None
 
 
 def has_kernel(state: LayerState) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 
 import torch
@@ -24,6 +25,7 @@ from replayssm.plugins.arguments import (
     gdn_arguments,
     mamba2_arguments,
 )
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry
 from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError
 from replayssm.plugins.nvrtc import compile_kernel
 from replayssm.plugins.prefill_geometry import prefill_config_or_none
@@ -32,7 +34,7 @@ from replayssm.plugins.state import LayerState
 LIKELY_PROMPT = 128
 """Tokens of a prefill row, as a guess from which the number of prefill rows of a call follows."""
 
-_prefill_rows: bool | None = None
+_prefill_rows: ContextVar[bool | None] = ContextVar("prefill_rows", default=None)
 
 
 @contextmanager
@@ -41,17 +43,16 @@ def prefill_rows(exist: bool) -> Iterator[None]:
 
     With it, every prefill row is computed by the same kernel, and its result does not depend on the rows beside it.
     """
-    global _prefill_rows
-    before, _prefill_rows = _prefill_rows, exist
+    before = _prefill_rows.set(exist)
     try:
         yield
     finally:
-        _prefill_rows = before
+        _prefill_rows.reset(before)
 
 
 def known_prefill_rows() -> bool | None:
     """What `prefill_rows` says here; None where the caller said nothing."""
-    return _prefill_rows
+    return _prefill_rows.get()
 
 
 def mamba2_window(
@@ -137,7 +138,8 @@ def prefill_kernel(state: LayerState, tokens: int, rows: int, arch: int) -> Kern
     rows that share a call with many idle or shorter rows may stay below that and are walked token by token by the
     window kernel: the same result within rounding, but slowly.
     """
-    exist = tokens > rows * state.settings.max_window if _prefill_rows is None else _prefill_rows
+    known = known_prefill_rows()
+    exist = tokens > rows * state.settings.max_window if known is None else known
     if not exist:
         return None
     # A guess that changes the speed only: prompts are long.
@@ -157,7 +159,8 @@ def causal_conv1d_window(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`reference.causal_conv1d_window` on a GPU; `out` [T, C] as for `mamba2_window`."""
-    config = geo.conv_config(state.geometry, state.settings, bias is not None, str(weight.dtype).removeprefix("torch."))
+    dtype = str(weight.dtype).removeprefix("torch.")
+    config = geo.conv_config(state.expect(ConvGeometry), state.settings, bias is not None, dtype)
     out = torch.zeros_like(x, memory_format=torch.contiguous_format) if out is None else out
     launch(
         config,
@@ -182,8 +185,9 @@ def attention_window(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`reference.attention_window` on a GPU; `out` [T, Hq, hd] is written completely."""
-    queries = geo.attention_queries(q.shape[1], state.geometry, q.shape[0], seq_lens.shape[0])
-    config = geo.attention_config(state.geometry, state.settings, q.shape[1], queries)
+    geometry = state.expect(AttentionGeometry)
+    queries = geo.attention_queries(q.shape[1], geometry, q.shape[0], seq_lens.shape[0])
+    config = geo.attention_config(geometry, state.settings, q.shape[1], queries)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     index = (seq_lens, window_starts, window_lens, state_batch_indices)
     arguments = attention_arguments(q, k, v, state, index, scale, out)
@@ -196,7 +200,7 @@ def conv_chunks(tokens: int, rows: int, state: LayerState) -> int:
 
     A row four times as long as the mean then has a block for each of its chunks.
     """
-    if _prefill_rows:
+    if known_prefill_rows():
         return min(64, -(-tokens // geo.CONV_CHUNK), -(-4 * tokens // (rows * geo.CONV_CHUNK)))
     return (
         1 if tokens <= rows * max(state.settings.max_window, geo.CONV_CHUNK) else min(64, -(-tokens // geo.CONV_CHUNK))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +19,8 @@ from replayssm.plugins.contract import (
     geometry_to_json,
     state_parts,
 )
+
+AnyGeometry = TypeVar("AnyGeometry", bound=Geometry)
 
 
 @dataclass
@@ -44,6 +47,12 @@ class LayerState:
         """The state that `spec` describes over tensors in `state_parts` order."""
         geometry, settings, names = _parse_spec(spec)
         return cls(geometry, settings, dict(zip(names, tensors, strict=True)), error_flag)
+
+    def expect(self, kind: type[AnyGeometry]) -> AnyGeometry:
+        """The geometry, which must be a `kind`: ValueError for the state of another operator."""
+        if not isinstance(self.geometry, kind):
+            raise ValueError(f"expected the state of a {kind.__name__}, got that of a {type(self.geometry).__name__}")
+        return self.geometry
 
     def flat(self) -> list[torch.Tensor]:
         """All tensors, in `state_parts` order."""

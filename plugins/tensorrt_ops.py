@@ -25,6 +25,7 @@ import importlib
 import inspect
 import json
 import struct
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
@@ -43,6 +44,9 @@ from replayssm.plugins.contract import (
 from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError
 from replayssm.plugins.nvrtc import compile_kernel, kernel_source
 from replayssm.plugins.prefill_geometry import prefill_config
+
+LOGGED_ERRORS = 64
+"""Of how many errors a logger keeps the texts: a process that runs plans may run for months."""
 
 MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
 OLDEST_VERSIONS = {"tensorrt": (10, 13), "tensorrt-rtx": (1, 5)}
@@ -260,6 +264,21 @@ def grid(spec: PluginSpec, tokens: Any, rows: Any, math: Any) -> tuple[Any, Any,
         # As `launch.conv_chunks`, without its special case: blocks of a short window without a chunk end at once.
         return config.blocks_x, rows, math.min(64, math.cdiv(tokens, geo.CONV_CHUNK))
     return config.blocks_x, rows, 1
+
+
+def error_logger(module: ModuleType) -> Any:
+    """A logger for TensorRT that prints nothing and keeps the texts of the last errors in `errors`."""
+
+    class Collector(module.ILogger):
+        def __init__(self) -> None:
+            module.ILogger.__init__(self)
+            self.errors: deque[str] = deque(maxlen=LOGGED_ERRORS)
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (module.ILogger.ERROR, module.ILogger.INTERNAL_ERROR):
+                self.errors.append(message)
+
+    return Collector()
 
 
 def register(trtp: ModuleType, spec: PluginSpec) -> str:

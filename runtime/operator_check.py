@@ -16,7 +16,8 @@ from replayssm.plugins.contract import PAD_SLOT_ID, ReplaySettings
 from replayssm.plugins.network import CALL_INPUTS, Network, Node
 from replayssm.plugins.state import LayerState, allocate_state, raise_on_error, torch_dtype
 from replayssm.runtime.executor import Executor
-from replayssm.runtime.plan_check import SAFETY, Finding, operator_error, quantized_activations, relative_error
+from replayssm.runtime.findings import SAFETY, Finding, operator_error, quantized_activations, relative_error
+from replayssm.runtime.plan_executors import plan_executor
 from replayssm.runtime.plans import PlanRuntime
 
 Tensor = torch.Tensor
@@ -190,7 +191,7 @@ def _check_operator(
     ours, reference = states(), states()
     emulate = not runtime.description.get("unpacked")
     oracle = Executor(network, weights, reference, runtime.device, emulate_activation_quantization=emulate)
-    plan = runtime.executor(network, ours, weights)
+    plan = plan_executor(runtime, network, ours, weights)
     calls = Calls(settings, slots, plan.max_tokens, seed)
     dtype = settings.activation_dtype
     bound = SAFETY * operator_error(dtype, quantized_activations(network))

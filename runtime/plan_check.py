@@ -1,34 +1,27 @@
 """What `replayssm check` finds out about the plans of an engine, and compares with the torch target.
 
-Every check is a `Finding`; none stops the others. It imports no TensorRT: plans are reached through a session.
+It imports no TensorRT: plans are reached through a session.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from replayssm.plugins.manifest import EngineDirectoryError
-from replayssm.plugins.network import Network
 from replayssm.plugins.tensorrt_ops import OUTPUT_SUFFIX
 from replayssm.runtime.engine import Engine
-from replayssm.runtime.plans import Plan, SegmentExecutor
+from replayssm.runtime.findings import Finding, attempt, model_error, relative_error
+from replayssm.runtime.plan_executors import SegmentExecutor
+from replayssm.runtime.plans import Plan
 from replayssm.runtime.session import DraftRow, Row, Session
 
 Tensor = torch.Tensor
 
-UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-18}
-"""Relative error of one operator's output: one rounding, or sums in another order where that is larger (fp32)."""
-
-QUANTIZED_STEP = {"nvfp4": 2.0**-2, "fp8": 2.0**-4}
-"""Relative step of quantized activations."""
-
-SAFETY = 4.0
 POISON = 12345
 RANDOM_PROMPTS = 3
 LEAK_CALLS = 40
@@ -36,67 +29,14 @@ LEAK_BYTES = 8 << 20
 """Memory that may come into use while buckets repeat: allocators round, a leaked module is 1 MB a call."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One check. passed: None where it could not be made; measured: its numbers, for the report."""
-
-    name: str
-    passed: bool | None
-    detail: str
-    measured: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def attempt(name: str, check: Callable[[], Finding]) -> Finding:
-    """What `check` finds, or a failure with the error that it met."""
-    try:
-        return check()
-    except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
-        return Finding(name, False, f"{type(error).__name__}: {' '.join(str(error).split())}")
-
-
-def operator_error(dtype: str, quantized: Sequence[str] = ()) -> float:
-    """Relative error that two right implementations of an operator may differ by.
-
-    Where activations are quantized, a difference e before the quantizer moves a share e / step of the elements by one
-    step, which is sqrt(e * step) of the norm.
-    """
-    unit = UNIT_ROUNDOFF[dtype]
-    return max([unit, *(math.sqrt(unit * QUANTIZED_STEP[name]) for name in quantized)])
-
-
-def model_error(network: Network, dtype: str) -> float:
-    """Bound of the relative error of a network's outputs: operators' errors are independent and add as squares."""
-    return SAFETY * operator_error(dtype, quantized_activations(network)) * math.sqrt(len(network.nodes))
-
-
-def quantized_activations(network: Network) -> list[str]:
-    found = set()
-    for node in network.nodes:
-        for attributes in node.attributes.get("projections", [node.attributes]):
-            found.add(attributes.get("activations"))
-    return sorted(found - {None})
-
-
-def relative_error(value: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected, the worst row's; infinite for what is not finite."""
-    value, expected = value.detach().float().flatten(1), expected.detach().float().flatten(1)
-    if not value.numel():
-        return 0.0
-    if not torch.isfinite(value).all():
-        return math.inf
-    norms = expected.norm(dim=1).clamp(min=1e-30)
-    return float(((value - expected).norm(dim=1) / norms).max())
-
-
 class PlanCheck:
-    """Checks of one engine of plans on one device.
+    """Checks of one engine of plans on one device, all but `load` in the session that it opens.
 
     oracle: the same networks and weights for the torch target; None leaves out what needs them. prompts: token ids of
     real text. seed: of random prompts and choices.
     """
+
+    session: Session
 
     def __init__(
         self,
@@ -118,7 +58,6 @@ class PlanCheck:
         self.bound = model_error(engine.networks["main"], self.settings.activation_dtype)
         # Windows that fold the history into the checkpoint at least twice.
         self.steps = 2 * (self.settings.buffer_len + self.settings.max_window) + 4
-        self.session: Session | None = None
 
     def tokens(self, count: int) -> list[int]:
         return [self._random.randrange(self.engine.vocab_size) for _ in range(count)]

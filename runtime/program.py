@@ -291,10 +291,11 @@ def _has_kernels(states: Iterable[LayerState]) -> bool:
 def executor_maker(engine: Engine, device: torch.device) -> MakeExecutor:
     """What runs the networks of `engine`: plans, where it has them, or else PyTorch."""
     if engine.has_plans:
+        from replayssm.runtime.plan_executors import plan_executor
         from replayssm.runtime.plans import PlanRuntime
 
         runtime = PlanRuntime(engine.directory, engine.manifest.target, device)
-        return lambda network, states: runtime.executor(network, states, engine.weights)
+        return lambda network, states: plan_executor(runtime, network, states, engine.weights)
     emulate = engine.emulate_activation_quantization
     return lambda network, states: Executor(
         network,

@@ -118,8 +118,8 @@ def _prompts(engine: Any) -> list[list[int]]:
 def _operators(engine: Any, oracle: Any, session: Any, seed: int) -> Any:
     """Build a plan for every different operator, with the engine's own choices, and run it."""
     from replayssm.builders.targets.tensorrt import PlanOptions, write_plans, write_rtx_plans
+    from replayssm.runtime.findings import Finding, attempt
     from replayssm.runtime.operator_check import check_operators, isolate, random_weights
-    from replayssm.runtime.plan_check import Finding, attempt
     from replayssm.runtime.plans import PlanRuntime
 
     manifest, description = engine.manifest, session.executors["main"].runtime.description

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from replayssm.plugins.tensorrt_ops import DATA_TYPES, load_module, version_of
+from replayssm.plugins.tensorrt_ops import DATA_TYPES, error_logger, load_module, version_of
 
 __all__ = ["Layers", "Profile", "Tensor", "load_module"]
 
@@ -52,7 +52,7 @@ class Layers:
 
     def __init__(self, module: ModuleType, name: str, arch: int = 0) -> None:
         self.module, self.name = module, name
-        self._logger = _logger(module)
+        self._logger = error_logger(module)
         self._builder = module.Builder(self._logger)
         flags, creation = 0, module.NetworkDefinitionCreationFlag
         if "rtx" not in module.__name__ and version_of(module) < (11, 0):
@@ -289,18 +289,3 @@ class Layers:
         messages = [text for text in self._logger.errors if "cudaError" not in text and "CUDA" not in text]
         reason = "; ".join(dict.fromkeys(messages[-3:])) or "no reason given"
         return ValueError(f"{self.module.__name__} {self.module.__version__} refused {self.name}, {what}: {reason}")
-
-
-def _logger(module: ModuleType) -> Any:
-    """A logger that keeps errors and prints nothing."""
-
-    class Collector(module.ILogger):
-        def __init__(self) -> None:
-            module.ILogger.__init__(self)
-            self.errors: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (module.ILogger.ERROR, module.ILogger.INTERNAL_ERROR):
-                self.errors.append(message)
-
-    return Collector()

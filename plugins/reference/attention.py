@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from replayssm.plugins.contract import AttentionGeometry
 from replayssm.plugins.reference.layout import require
 from replayssm.plugins.reference.rows import Row, interpret_rows
 from replayssm.plugins.state import LayerState, torch_dtype
@@ -36,9 +37,9 @@ def attention_window(
         [T, Hq, hd] in q's dtype; zeros for tokens of padding and invalid rows and for tokens without a row.
 
     Raises:
-        ValueError: shapes or dtypes do not fit the state's geometry and settings.
+        ValueError: the state is another operator's, or shapes or dtypes do not fit its geometry and settings.
     """
-    geometry, act = state.geometry, torch_dtype(state.settings.activation_dtype)
+    geometry, act = state.expect(AttentionGeometry), torch_dtype(state.settings.activation_dtype)
     tokens, heads = q.shape[0], geometry.num_kv_heads
     if q.dim() != 3 or q.shape[1] % heads:
         raise ValueError(f"q must be [T, a multiple of {heads} heads, {geometry.head_dim}], got {list(q.shape)}")

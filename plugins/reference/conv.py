@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from replayssm.plugins.contract import ConvGeometry
 from replayssm.plugins.reference.layout import require, silu
 from replayssm.plugins.reference.rows import Row, interpret_rows
 from replayssm.plugins.state import LayerState, torch_dtype
@@ -31,9 +32,10 @@ def causal_conv1d_window(
         [T, C] in x's dtype; zeros for tokens of padding and invalid rows and for tokens without a row.
 
     Raises:
-        ValueError: shapes or dtypes do not fit the state's geometry and settings.
+        ValueError: the state is another operator's, or shapes or dtypes do not fit its geometry and settings.
     """
-    channels, kernel = state.geometry.conv_dim, state.geometry.conv_kernel
+    geometry = state.expect(ConvGeometry)
+    channels, kernel = geometry.conv_dim, geometry.conv_kernel
     act = torch_dtype(state.settings.activation_dtype)
     require("x", x, (x.shape[0], channels), act)
     require("weight", weight, (channels, kernel))

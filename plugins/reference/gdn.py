@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from replayssm.plugins.contract import GdnGeometry
 from replayssm.plugins.reference.layout import (
     Spans,
     decays,
@@ -59,9 +60,9 @@ def gdn_window(
         o [T, Hv, dv] in v's dtype; zeros for tokens of padding and invalid rows and for tokens without a row.
 
     Raises:
-        ValueError: shapes or dtypes do not fit the state's geometry and settings.
+        ValueError: the state is another operator's, or shapes or dtypes do not fit its geometry and settings.
     """
-    geometry, settings = state.geometry, state.settings
+    geometry, settings = state.expect(GdnGeometry), state.settings
     tokens, act = v.shape[0], torch_dtype(settings.activation_dtype)
     for name, tensor in (("q", q), ("k", k)):
         require(name, tensor, (tokens, geometry.num_k_heads, geometry.head_k_dim), act)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from replayssm.plugins.contract import Mamba2Geometry
 from replayssm.plugins.reference.layout import (
     Spans,
     decays,
@@ -54,9 +55,9 @@ def mamba2_window(
         y [T, H, P] in x's dtype; zeros for tokens of padding and invalid rows and for tokens without a row.
 
     Raises:
-        ValueError: shapes or dtypes do not fit the state's geometry and settings.
+        ValueError: the state is another operator's, or shapes or dtypes do not fit its geometry and settings.
     """
-    geometry, settings = state.geometry, state.settings
+    geometry, settings = state.expect(Mamba2Geometry), state.settings
     heads, headdim, dstate = geometry.state_shape
     tokens, groups, act = x.shape[0], geometry.ngroups, torch_dtype(settings.activation_dtype)
     require("x", x, (tokens, heads, headdim), act)

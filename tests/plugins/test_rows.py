@@ -285,3 +285,6 @@ def test_wrong_arguments_get_one_clear_error(make_operator, name):
         operator.run(state, [tensor[..., :-1] for tensor in inputs], [0], [0], [3], [0])
     with pytest.raises(ValueError, match="equally long"):
         operator.run(state, inputs, [0, 0], [0], [3], [0])
+    other = make_operator("conv" if name == "attention" else "attention", buffer_len=4, max_window=2).pool(2)
+    with pytest.raises(ValueError, match=r"expected the state of a \w+Geometry, got that of a \w+Geometry"):
+        operator.run(other, inputs, [0], [0], [3], [0])

@@ -15,8 +15,9 @@ from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.manifest import Limits
 from replayssm.runtime import plan_check
 from replayssm.runtime.engine import Engine
+from replayssm.runtime.findings import relative_error
 from replayssm.runtime.operator_check import Calls, check_operators, isolate, random_weights
-from replayssm.runtime.plan_check import PlanCheck, relative_error, state_copies
+from replayssm.runtime.plan_check import PlanCheck, state_copies
 from replayssm.runtime.plans import PlanRuntime
 
 SMALL = {"buffer_len": 4, "max_draft_len": 1, "max_batch_size": 2, "max_seq_len": 120}

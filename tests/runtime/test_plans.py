@@ -13,7 +13,7 @@ import torch
 from replayssm.builders.targets.tensorrt import profiles
 from replayssm.plugins.manifest import EngineDirectoryError, Limits
 from replayssm.plugins.tensorrt_ops import PLANS_FILE
-from replayssm.runtime import plans
+from replayssm.runtime import plan_executors, plans
 from replayssm.runtime.generation import generate
 from replayssm.runtime.plan_calls import choose_bucket, max_tokens
 from replayssm.runtime.plans import PlanRuntime
@@ -137,11 +137,11 @@ def test_prefill_rows_run_by_a_plan_of_their_own(plan_engine, monkeypatch):
     window, prefill = session.executors["main"].phases
     runs = []
 
-    def recorded(executor, bucket, values, original=plans.PlanExecutor._run):
+    def recorded(executor, bucket, values, original=plan_executors.PlanExecutor._run):
         runs.append(("prefill" if executor is prefill else "window", values["window_lens"].tolist()))
         return original(executor, bucket, values)
 
-    monkeypatch.setattr(plans.PlanExecutor, "_run", recorded)
+    monkeypatch.setattr(plan_executors.PlanExecutor, "_run", recorded)
     session.step([Row(slots[0], [1, 2, 3]), Row(slots[1], list(range(40))), Row(slots[2], [7])])
     session.decode(slots, [4, 5, 6])
     # Five tokens in two rows could be windows; the session knows that one is not.
