@@ -76,24 +76,10 @@ class EngineLoop:
         except FutureTimeoutError as error:
             raise NotServingError(f"the engine did not answer within {timeout_s:.0f} s") from error
 
-    def stop(self, drain_s: float = 0.0) -> None:
-        """Take no more requests, give those here `drain_s` seconds to finish, cancel the rest and end the thread."""
+    def stop(self) -> None:
+        """Take no more requests, cancel those here, and end the thread after its step. May be called again."""
         with self._wake:
-            self._accepting = False
-            self._wake.notify()
-        idle = threading.Event()
-
-        def look() -> None:
-            if self.scheduler.has_work:
-                self._tasks.append(look)
-            else:
-                idle.set()
-
-        if drain_s > 0 and self._thread.is_alive():
-            self._do(look)
-            idle.wait(drain_s)
-        with self._wake:
-            self._stopping = True
+            self._accepting, self._stopping = False, True
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join()

@@ -86,7 +86,7 @@ CACHED_BATCH_SIZE = 256
     default=30,
     show_default=True,
     type=AT_LEAST_0,
-    help="Seconds for running requests after SIGTERM.",
+    help="Seconds for running requests to finish after SIGTERM or Ctrl-C.",
 )
 @click.option(
     "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
@@ -107,9 +107,8 @@ def serve(
     if (engine is None) == (checkpoint is None):
         raise click.UsageError("give an engine directory, or --checkpoint, and not both")
     try:
-        import uvicorn
-
         from replayssm.runtime.api import create_app
+        from replayssm.runtime.http_server import HttpServer
     except ModuleNotFoundError as error:
         raise ValueError(
             f"serving needs the package {error.name!r}: pip install '.[serve]' in the project's folder"
@@ -126,19 +125,14 @@ def serve(
     server_options = _server_options(loaded, **options)
     loop = _loop(loaded, **options)
     app = create_app(loop, server_options)
+    server = HttpServer(app, loop, options["host"], options["port"], options["shutdown_timeout"])
     settle_heap()
     try:
-        uvicorn.run(
-            app,
-            host=options["host"],
-            port=options["port"],
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=options["shutdown_timeout"],
-        )
-    finally:  # a second Ctrl-C skips the application's own end, and a thread that computes must not outlive Python
+        server.run()
+    finally:  # however it ended: a thread that computes must not outlive Python
         loop.stop()
         loop.scheduler.session.close()
+    raise click.exceptions.Exit(server.exit_code)
 
 
 def _check_address(host: str, port: int) -> None:

@@ -65,16 +65,14 @@ def assert_same_tokens():
 class RunningServer:
     """A server in a thread on a free port."""
 
-    def __init__(self, engine, slots=2, draft="ngram", scheduling=None, **options):
-        import uvicorn
-
+    def __init__(self, engine, slots=2, draft="ngram", scheduling=None, shutdown_timeout_s=5, **options):
         from replayssm.runtime.api import ServerOptions, create_app
+        from replayssm.runtime.http_server import HttpServer
         from replayssm.runtime.serving import make_loop
 
         self.loop = make_loop(engine, slots, scheduling, draft, prefill_chunk=8)
         self.app = create_app(self.loop, ServerOptions("tiny", **options))
-        config = uvicorn.Config(self.app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=5)
-        self.server = uvicorn.Server(config)
+        self.server = HttpServer(self.app, self.loop, "127.0.0.1", 0, shutdown_timeout_s)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         deadline = time.monotonic() + WAIT_S

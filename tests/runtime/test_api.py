@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import random
 import re
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -389,6 +390,40 @@ def test_shutdown_ends_streams_and_refuses_requests(start, tiny_engine):
     stopper.join(WAIT_S)
     with pytest.raises(openai.APIConnectionError):
         server.client().models.list()
+
+
+def test_what_is_cut_at_shutdown_ends_with_an_error(start, caplog, monkeypatch):
+    """A stream gets an error event, a whole answer status 503, and a client that never ends its body nothing."""
+    monkeypatch.setattr("replayssm.runtime.http_server.CLOSE_S", 0.3)
+    server = start(slots=2, draft="none", shutdown_timeout_s=0)
+    step = server.loop.scheduler.session.step
+    server.loop.scheduler.session.step = lambda rows: time.sleep(0.02) or step(rows)
+    body = {"prompt": [1], "max_tokens": 390, "ignore_eos": True}
+    url = f"{server.url}/v1/completions"
+    with (
+        concurrent.futures.ThreadPoolExecutor() as pool,
+        httpx.stream("POST", url, json={**body, "stream": True}, timeout=WAIT_S) as stream,
+        socket.create_connection(server.server.servers[0].sockets[0].getsockname()[:2]) as half,
+    ):
+        lines = (line for line in stream.iter_lines() if line)
+        assert json.loads(next(lines)[6:])["choices"]
+        whole = pool.submit(httpx.post, url, json=body, timeout=WAIT_S)
+        half.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+        )
+        while len(server.loop.scheduler.running) < 2:
+            time.sleep(0.01)
+        server.stop()
+        *_, last, done = lines
+        assert done == "data: [DONE]"
+        answer = whole.result()
+    assert answer.status_code == 503
+    assert answer.headers["Retry-After"] == "5"
+    assert json.loads(last[6:]) == answer.json()
+    error = answer.json()["error"]
+    assert "the server is shutting down" in error["message"]
+    assert (error["type"], error["code"]) == ("server_error", "service_unavailable")
+    assert not [record for record in caplog.records if record.exc_info], "a traceback in the log"
 
 
 def test_health_of_a_stopped_engine(start):

@@ -71,31 +71,45 @@ class Process:
 
 
 def test_the_engine_thread_ends_however_the_server_does(engine, monkeypatch):
-    """A second Ctrl-C skips the application's own end; a thread that computes while Python ends aborts the process."""
+    """An error may skip the application's own end; a thread that computes while Python ends aborts the process."""
     alive = lambda: [thread for thread in threading.enumerate() if thread.name == "replayssm-engine"]  # noqa: E731
 
-    def interrupted(app, **_):
-        app.state.server.loop.start()
+    def interrupted(server):
+        server.config.app.state.server.loop.start()
         assert alive()
         raise KeyboardInterrupt
 
     monkeypatch.setattr("replayssm.runtime.logs.set_up", lambda *_: None)
-    monkeypatch.setattr("uvicorn.run", interrupted)
+    monkeypatch.setattr("replayssm.runtime.http_server.HttpServer.run", interrupted)
     CliRunner().invoke(main, ["serve", str(engine), "--port", "0"])
     assert not alive()
 
 
-def test_serve_then_end(engine, tmp_path):
+def test_serve_then_end_at_once(engine, tmp_path):
+    """The second signal does not wait for the requests that the first one lets finish."""
     (tmp_path / "config.yml").write_text("max_batch_size: 2\nspeculative_config: {decoding_type: NGram}\n")
     options = ("--config", tmp_path / "config.yml", "--max_batch_size", 3, "--no-cuda-graphs")
-    server = Process(engine, *options, "--served-model-name", "mine", "--adaptive-drafts", home=tmp_path)
+    options += ("--served-model-name", "mine", "--adaptive-drafts", "--shutdown-timeout", 600)
+    server = Process(engine, *options, home=tmp_path)
     try:
         answer = server.complete(model="mine", prompt="is read", max_tokens=5, temperature=0)
         assert answer.json()["usage"]["completion_tokens"] == 5
+        # 120 sequences over two slots: seconds of work.
+        body = {"prompt": "is read", "n": 120, "ignore_eos": True, "max_tokens": 100, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as stream:
+            lines = (line for line in stream.iter_lines() if line)
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            while not any("running requests have 600 s" in record["message"] for record in server.records()):
+                next(lines)  # they go on
+            code = server.end(signal.SIGTERM)
+            *_, last, _ = lines
     finally:
-        code = server.end(signal.SIGTERM)
-    assert code in (0, -signal.SIGTERM)  # uvicorn raises the signal again when it is done
-    (record,) = [record for record in server.records() if record["message"] == "request"]
+        server.process.kill()
+    assert code == 128 + signal.SIGTERM
+    assert "shutting down" in json.loads(last[6:])["error"]["message"]
+    assert "Traceback" not in server.log.read_text()
+    record = next(record for record in server.records() if record["message"] == "request")
     assert record["completion_tokens"] == 5
     assert record["id"] == answer.json()["id"]
     messages = [record["message"] for record in server.records()]
@@ -141,8 +155,8 @@ def test_kill_and_restart_from_a_checkpoint(tiny_checkpoint, tmp_path):
         used = cpu_seconds(server.process.pid)
         assert (ready.status_code, server.complete(**body).status_code) == (200, 200)
     finally:
-        server.end(signal.SIGTERM)
-    assert used < 10
+        code = server.end(signal.SIGTERM)
+    assert (used < 10, code) == (True, 0)
     assert [path.stat().st_mtime_ns for path in built.parent.iterdir()] == [before]
 
 
