@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from harness import Results, slot_sets, time_graph
 
+from replayssm.builders.inspection import recurrent_geometry
 from replayssm.plugins import geometry as geo
 from replayssm.plugins import launch, reference
 from replayssm.plugins.contract import (
-    GdnGeometry,
     Geometry,
     Mamba2Geometry,
     ReplaySettings,
@@ -22,12 +22,7 @@ from replayssm.plugins.state import LayerState, allocate_state, torch_dtype
 POSITION = 1000
 """seq_len of every row in the first step; history lies behind it."""
 
-GEOMETRIES: dict[str, Geometry] = {
-    "nano4b": Mamba2Geometry(96, 80, 128, 8),
-    "super120b": Mamba2Geometry(128, 64, 128, 8),
-    "qwen4b": GdnGeometry(16, 32, 128, 128),
-    "qwen122b": GdnGeometry(16, 64, 128, 128),
-}
+GEOMETRIES = {name: recurrent_geometry(name) for name in ("nano4b", "super120b", "qwen4b", "qwen122b")}
 
 
 class Layer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import peers
@@ -208,3 +209,20 @@ def run(
                             known_replay = measure_replay_peers(
                                 results, name, settings, batch, window, advance, limit, known_replay
                             )
+
+
+def main(benchmark: str, geometries: str, description: str | None) -> None:
+    """The command line of a benchmark; `geometries` is the default of its option."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometries", default=geometries)
+    parser.add_argument("--batches", default="256,64,1,16,512")
+    parser.add_argument("--windows", default="1,5")
+    parser.add_argument(
+        "--formats",
+        default="float32,float16,float16:stochastic:nvfp4",
+        help="state_dtype, or state_dtype:state_rounding:readout_dtype",
+    )
+    parser.add_argument("--tune", action="store_true", help="try all rows per block, to choose the launch tables")
+    arguments = parser.parse_args()
+    batches, windows = ([int(value) for value in text.split(",")] for text in (arguments.batches, arguments.windows))
+    run(benchmark, arguments.geometries.split(","), batches, windows, arguments.formats.split(","), arguments.tune)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from replayssm.builders.architecture import AttentionConfig, ModelConfig
-from replayssm.builders.config import weight_bytes
+from replayssm.builders.config import published, weight_bytes
 from replayssm.builders.formats import DENSE, FP8, NVFP4, W4A16_NVFP4
 from replayssm.builders.weight_shapes import quantizable_modules
-from replayssm.plugins.contract import GdnGeometry, Geometry, ReplaySettings
+from replayssm.plugins.contract import GdnGeometry, Geometry, RecurrentGeometry, ReplaySettings
 from replayssm.plugins.traffic import SlotBytes, Traffic, slot_bytes, traffic_per_token
 
 WEIGHT_FORMATS = {"bf16": DENSE, "nvfp4": NVFP4, "nvfp4-w4a16": W4A16_NVFP4, "fp8": FP8}
@@ -40,6 +40,11 @@ def geometries(config: ModelConfig) -> tuple[Geometry, ...]:
             if not isinstance(layer.mixer, AttentionConfig):
                 found.append(layer.mixer.conv)
     return tuple(found)
+
+
+def recurrent_geometry(name: str) -> RecurrentGeometry:
+    """Of the recurrent layers of a published model, which are all alike."""
+    return next(found for found in geometries(published(name)) if isinstance(found, RecurrentGeometry))
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,11 @@
 
 import pytest
 
+from replayssm.builders.inspection import recurrent_geometry
 from replayssm.plugins import geometry as geo
 from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
 
-TARGETS = {
-    "nano4b": Mamba2Geometry(96, 80, 128, 8),
-    "super120b": Mamba2Geometry(128, 64, 128, 8),
-    "qwen4b": GdnGeometry(16, 32, 128, 128),
-    "qwen122b": GdnGeometry(16, 64, 128, 128),
-}
+TARGETS = {name: recurrent_geometry(name) for name in ("nano4b", "super120b", "qwen4b", "qwen122b")}
 
 
 @pytest.mark.parametrize("name", TARGETS)

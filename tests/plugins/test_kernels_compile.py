@@ -8,14 +8,13 @@ import pytest
 
 from replayssm.plugins import geometry as geo
 from replayssm.plugins import nvrtc
-from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, ReplaySettings
 from replayssm.plugins.prefill_geometry import VARIANTS, prefill_config
 
-sys.path.append(str(Path(__file__).parent / "emulation"))
+sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
 from emulate import kernel_parameters
+from shapes import NANO, QWEN122B, SUPER
 
-NANO, SUPER = Mamba2Geometry(96, 80, 128, 8), Mamba2Geometry(128, 64, 128, 8)
-QWEN = GdnGeometry(16, 64, 128, 128)
 OLDEST_DRIVER_PTX = (9, 0)
 """PTX version of CUDA 13.0, the oldest whose drivers are supported."""
 
@@ -29,11 +28,11 @@ def window_variants() -> list[tuple[str, geo.KernelConfig, int]]:
     """Decode and verify of both operators on all architectures; formats, classes and modes where they matter most."""
     variants = []
     for arch in geo.ARCHITECTURES:
-        for geometry in (SUPER, QWEN):
+        for geometry in (SUPER, QWEN122B):
             for window in (1, 8):
                 variants.append((geometry, ReplaySettings(max_window=window), arch, False))
     for arch in (80, 90):
-        for geometry in (NANO, QWEN):
+        for geometry in (NANO, QWEN122B):
             variants.append((geometry, ReplaySettings(max_window=8, state_dtype="float16"), arch, False))
             variants.append((geometry, ReplaySettings(max_window=16, buffer_len=32), arch, False))
             variants.append((geometry, ReplaySettings(max_window=5, state_dtype="bfloat16"), arch, True))
@@ -42,11 +41,11 @@ def window_variants() -> list[tuple[str, geo.KernelConfig, int]]:
     for geometry in (NANO, SUPER):
         variants.append((geometry, ReplaySettings(max_window=1, state_dtype="float16"), 90, False))
     variants.append((NANO, ReplaySettings(max_window=1, buffer_len=32), 90, False))
-    variants.append((QWEN, ReplaySettings(max_window=1, **fp16), 90, True))
+    variants.append((QWEN122B, ReplaySettings(max_window=1, **fp16), 90, True))
     variants.append((SUPER, ReplaySettings(buffer_len=0), 90, False))
     variants.append((SUPER, ReplaySettings(serial_exact=True, max_window=5), 90, False))
-    variants.append((QWEN, ReplaySettings(buffer_len=0, max_window=5), 90, False))
-    variants.append((QWEN, ReplaySettings(serial_exact=True, u_format="exact"), 90, False))
+    variants.append((QWEN122B, ReplaySettings(buffer_len=0, max_window=5), 90, False))
+    variants.append((QWEN122B, ReplaySettings(serial_exact=True, u_format="exact"), 90, False))
     named = []
     for geometry, settings, arch, embedded in variants:
         config = geo.window_config(geometry, settings, arch, embedded)
@@ -101,7 +100,7 @@ def ptx_parameters(ptx: str, kernel: str) -> list[str]:
     return re.findall(r"\.param \.(\w+)", signature)
 
 
-@pytest.mark.parametrize("geometry", [SUPER, QWEN], ids=["mamba2", "gdn"])
+@pytest.mark.parametrize("geometry", [SUPER, QWEN122B], ids=["mamba2", "gdn"])
 def test_ptx_is_what_a_plugin_may_embed(geometry, kernel_cache: Path) -> None:
     """PTX version of the oldest driver; pointers, then int32 scalars, then pointers; nothing else."""
     config = geo.window_config(geometry, ReplaySettings(max_window=8), 90, embedded=True)
@@ -116,7 +115,9 @@ def test_ptx_is_what_a_plugin_may_embed(geometry, kernel_cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("geometry", "window"), [(SUPER, 1), (QWEN, 1), (QWEN, 5)], ids=["mamba2_decode", "gdn_decode", "gdn_window"]
+    ("geometry", "window"),
+    [(SUPER, 1), (QWEN122B, 1), (QWEN122B, 5)],
+    ids=["mamba2_decode", "gdn_decode", "gdn_window"],
 )
 def test_overlapping_kernels_wait_before_they_touch_memory(geometry, window: int, kernel_cache: Path) -> None:
     """They start while the launch before them writes what they read."""
@@ -143,7 +144,7 @@ def compile_prefill(config: geo.KernelConfig, arch: int, kernel_cache: Path) -> 
 
 
 @pytest.mark.parametrize("arch", geo.ARCHITECTURES)
-@pytest.mark.parametrize("geometry", [NANO, SUPER, QWEN], ids=["nano4b", "super120b", "qwen"])
+@pytest.mark.parametrize("geometry", [NANO, SUPER, QWEN122B], ids=["nano4b", "super120b", "qwen"])
 def test_prefill_compiles_on_every_architecture(geometry, arch: int, kernel_cache: Path) -> None:
     """For one prompt and for many. Blocks of 9 warps and more may spill a few words: 168 registers a thread."""
     for prompts in (1, 64):
@@ -168,7 +169,7 @@ def test_prefill_variants_compile(geometry, formats: dict[str, str], variant, ke
     assert compile_prefill(config, 90, kernel_cache).image
 
 
-@pytest.mark.parametrize("geometry", [NANO, SUPER, QWEN], ids=["nano4b", "super120b", "qwen"])
+@pytest.mark.parametrize("geometry", [NANO, SUPER, QWEN122B], ids=["nano4b", "super120b", "qwen"])
 def test_embedded_prefill_fits_a_plugin(geometry, kernel_cache: Path) -> None:
     config = prefill_config(geometry, ReplaySettings(max_window=5), 80, embedded=True)
     assert config.shared_bytes <= 48 * 1024

@@ -16,6 +16,7 @@ from replayssm.plugins.reference import recurrence
 from replayssm.plugins.state import allocate_state
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+from shapes import NANO, QWEN4B, QWEN122B, SUPER
 from window_steps import Steps, assert_close, compare, judge, relative_error
 
 pytestmark = [
@@ -23,8 +24,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-NANO, SUPER = Mamba2Geometry(96, 80, 128, 8), Mamba2Geometry(128, 64, 128, 8)
-QWEN4B, QWEN122B = GdnGeometry(16, 32, 128, 128), GdnGeometry(16, 64, 128, 128)
 CASES = {
     "nano4b": (NANO, {}),
     "super120b-fp16-state": (SUPER, {"state_dtype": "float16"}),

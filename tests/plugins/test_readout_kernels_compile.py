@@ -8,13 +8,12 @@ import pytest
 
 from replayssm.plugins import geometry as geo
 from replayssm.plugins import nvrtc
-from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import ReplaySettings
 
-sys.path.append(str(Path(__file__).parent / "emulation"))
+sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
 from emulate import kernel_parameters
+from shapes import NANO, QWEN122B, SUPER
 
-NANO, SUPER = Mamba2Geometry(96, 80, 128, 8), Mamba2Geometry(128, 64, 128, 8)
-QWEN = GdnGeometry(16, 64, 128, 128)
 STOCHASTIC = {"state_dtype": "float16", "state_rounding": "stochastic"}
 NVFP4 = {**STOCHASTIC, "readout_dtype": "nvfp4"}
 
@@ -27,13 +26,13 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def variants() -> list:
     """What is fast everywhere; the other formats on the oldest and on one architecture with all instructions."""
     chosen = [(SUPER, NVFP4 | {"max_window": 1 if arch % 20 else 5}, arch, False) for arch in geo.ARCHITECTURES]
-    chosen += [(QWEN, NVFP4 | {"max_window": 5 if arch % 20 else 1}, arch, False) for arch in geo.ARCHITECTURES]
-    chosen.append((QWEN, NVFP4, 90, False))
-    for arch, geometry in ((80, NANO), (90, QWEN)):
+    chosen += [(QWEN122B, NVFP4 | {"max_window": 5 if arch % 20 else 1}, arch, False) for arch in geo.ARCHITECTURES]
+    chosen.append((QWEN122B, NVFP4, 90, False))
+    for arch, geometry in ((80, NANO), (90, QWEN122B)):
         chosen.append((geometry, {"readout_dtype": "float8", "max_window": 2}, arch, False))
         chosen.append((geometry, {"state_dtype": "float8"}, arch, False))
         chosen.append((geometry, STOCHASTIC, arch, False))
-    chosen += [(geometry, NVFP4 | {"max_window": 5}, 90, True) for geometry in (NANO, SUPER, QWEN)]
+    chosen += [(geometry, NVFP4 | {"max_window": 5}, 90, True) for geometry in (NANO, SUPER, QWEN122B)]
     return [
         pytest.param(
             geometry,
@@ -71,7 +70,7 @@ def test_readout_kernels_compile(geometry, settings, arch: int, embedded: bool, 
         assert spills(compiled.log) <= SPILLED.get((geometry, settings.max_window), 0)
 
 
-@pytest.mark.parametrize("geometry", [SUPER, QWEN], ids=["mamba2", "gdn"])
+@pytest.mark.parametrize("geometry", [SUPER, QWEN122B], ids=["mamba2", "gdn"])
 @pytest.mark.parametrize("formats", [{"state_dtype": "bfloat16", "state_rounding": "stochastic"}, NVFP4])
 def test_stores_are_put_together_from_words(geometry, formats, kernel_cache: Path) -> None:
     """ptxas 13.0 exchanges two of four 16-bit numbers that it sees put together into one of 64 bits (on an H200)."""
@@ -81,7 +80,7 @@ def test_stores_are_put_together_from_words(geometry, formats, kernel_cache: Pat
     assert not re.search(r"bfi\.b64[^;]*, 16, \d+;", ptx)
 
 
-SPILLED = {(NANO, 5): 56, (QWEN, 5): 12}
+SPILLED = {(NANO, 5): 56, (QWEN122B, 5): 12}
 """Bytes that a variant may spill: one or two registers, which a fold or a row's beginning reads again once or twice."""
 
 
@@ -90,7 +89,7 @@ SPILLED = {(NANO, 5): 56, (QWEN, 5): 12}
     [NVFP4, {"state_dtype": "float8", "readout_dtype": "nvfp4"}, {"readout_dtype": "float8"}, STOCHASTIC],
     ids=["fp16-nvfp4", "fp8-nvfp4", "fp32-fp8", "fp16"],
 )
-@pytest.mark.parametrize("geometry", [SUPER, QWEN], ids=["mamba2", "gdn"])
+@pytest.mark.parametrize("geometry", [SUPER, QWEN122B], ids=["mamba2", "gdn"])
 def test_parameters_are_inputs_scalars_and_the_same_parts_as_outputs(geometry, settings) -> None:
     config = geo.window_config(geometry, ReplaySettings(**settings), 90)
     declared = kernel_parameters(config.kernel, config.defines)

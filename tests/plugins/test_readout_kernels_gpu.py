@@ -14,6 +14,7 @@ from replayssm.plugins.state import LayerState
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 from readout_steps import assert_same_bytes, exact_steps, format_settings
+from shapes import NANO, QWEN4B, QWEN122B, SUPER
 from window_steps import Steps, assert_close, compare, to_device
 
 pytestmark = [
@@ -21,8 +22,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-NANO, SUPER = Mamba2Geometry(96, 80, 128, 8), Mamba2Geometry(128, 64, 128, 8)
-QWEN4B, QWEN122B = GdnGeometry(16, 32, 128, 128), GdnGeometry(16, 64, 128, 128)
 FP16 = {"state_dtype": "float16", "state_rounding": "stochastic", "rounding_seed": 5}
 FP8 = {"state_dtype": "float8", "state_rounding": "stochastic"}
 CASES = {
