@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from replayssm.plugins.contract import is_integer
+
 
 def calibration_text() -> str:
     """The text that ships with this package: prose, dialogue, code, tables and mathematics in four languages."""
@@ -102,7 +104,7 @@ def _jsonl(checkpoint_dir: Path, source: Path, samples: int, length: int) -> lis
 def _sample(checkpoint_dir: Path, value: Any, where: str) -> list[int]:
     if isinstance(value, dict):
         ids, text, messages = value.get("token_ids"), value.get("text"), value.get("messages")
-        if isinstance(ids, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+        if isinstance(ids, list) and all(is_integer(item) for item in ids):
             return ids
         if isinstance(messages, list) and all(isinstance(item, dict) for item in messages):
             text = "\n".join(str(item.get("content", "")) for item in messages)

@@ -19,6 +19,7 @@ from replayssm.builders.config_qwen3_5 import read_qwen3_5
 from replayssm.builders.fields import Fields, is_name
 from replayssm.builders.formats import QuantizationFormats, read_formats
 from replayssm.builders.weight_shapes import weight_bytes, weight_shapes
+from replayssm.plugins.contract import is_integer
 from replayssm.plugins.manifest import is_engine_directory
 
 __all__ = [
@@ -185,6 +186,6 @@ def _dtype(config: Mapping[str, Any], text: Fields) -> str:
 
 def _token_ids(value: Any, where: str) -> tuple[int, ...]:
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
+    if not all(is_integer(item, 0) for item in ids):
         raise ValueError(f"{where}: eos_token_id is {value!r}, expected a token id or a list of them")
     return ids

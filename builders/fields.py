@@ -7,6 +7,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from replayssm.plugins.contract import is_integer
+
 _REQUIRED = object()
 
 
@@ -59,7 +61,7 @@ class Fields:
         value = self.get(*keys, default=default)
         if value is default and default is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        if not is_integer(value, minimum):
             raise self.error(self.name_of(*keys), value, f"an integer >= {minimum}")
         if value >= 2**63:
             raise ValueError(f"{self.where}: {self.name_of(*keys)} has {value.bit_length()} bits, expected at most 63")

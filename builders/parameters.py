@@ -69,6 +69,7 @@ class WeightRecipe:
             source = _checked(name, read(name), self.dtype, shape)
             for piece in source.reshape(-1).split(PIECE_ELEMENTS):
                 yield _finite(name, piece.to(torch_dtype(self.dtype)).contiguous(), self.dtype)
+            del source, piece  # before the next one is read
 
     def load(self, read: Callable[[str], torch.Tensor], allow_view: bool = False) -> torch.Tensor:
         """The whole weight. allow_view: return what `read` gives where it is stored as the engine wants it."""
@@ -99,7 +100,8 @@ def _checked(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]
 
 
 def _finite(name: str, piece: torch.Tensor, dtype: str) -> torch.Tensor:
-    if dtype not in PACKED_DTYPES and not torch.isfinite(piece).all():
+    # The least and the largest show NaN and infinities without a copy of the piece, which isfinite takes several of.
+    if dtype not in PACKED_DTYPES and piece.numel() and not torch.stack(piece.aminmax()).isfinite().all():
         raise ValueError(
             f"checkpoint tensor {name!r} holds NaN or infinity as {dtype}: copy or download the checkpoint again, or "
             "choose a dtype of a larger range"

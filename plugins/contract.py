@@ -83,7 +83,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 PAD_SLOT_ID = -1
 """`state_batch_indices` value of a padding row."""
@@ -142,10 +142,19 @@ class ErrorBit:
         return "; ".join(text for bit, text in cls.MESSAGES.items() if flag & bit)
 
 
+def is_integer(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
+    """Whether `value` is an integer from `least` to `most`; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _require_integer(name: str, value: object, least: int, most: int) -> None:
+    if not is_integer(value, least, most):
+        raise ValueError(f"{name} must be an integer between {least} and {most}, got {_short(value)}")
+
+
 def _require_positive(owner: str, **values: int) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE:
-            raise ValueError(f"{owner}.{name} must be an integer between 1 and {MAX_SIZE}, got {_short(value)}")
+        _require_integer(f"{owner}.{name}", value, 1, MAX_SIZE)
 
 
 def _short(value: object) -> str:
@@ -332,9 +341,8 @@ class ReplaySettings:
 
     def __post_init__(self) -> None:
         _require_positive("ReplaySettings", max_window=self.max_window, max_seq_len=self.max_seq_len)
-        length = self.buffer_len
-        if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= MAX_BUFFER_LEN:
-            raise ValueError(f"buffer_len must be an integer between 0 and {MAX_BUFFER_LEN}, got {_short(length)}")
+        _require_integer("buffer_len", self.buffer_len, 0, MAX_BUFFER_LEN)
+        _require_integer("rounding_seed", self.rounding_seed, 0, MAX_SIZE)
         if self.max_window > MAX_BUFFER_LEN:
             raise ValueError(f"max_window must be at most {MAX_BUFFER_LEN}, got {_short(self.max_window)}")
         for name, allowed in (
@@ -349,11 +357,8 @@ class ReplaySettings:
                 raise ValueError(
                     f"ReplaySettings.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
                 )
-        if self.max_seq_len + self.max_window > 2**31 - 1:
+        if self.max_seq_len + self.max_window > MAX_SIZE:
             raise ValueError(f"max_seq_len must leave positions within int32, got {self.max_seq_len}")
-        seed = self.rounding_seed
-        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= MAX_SIZE:
-            raise ValueError(f"rounding_seed must be an integer between 0 and {MAX_SIZE}, got {_short(seed)}")
         reason = self._contradiction()
         if reason:
             raise ValueError(reason)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from replayssm.plugins.contract import MAX_SIZE, ReplaySettings
+from replayssm.plugins.contract import MAX_SIZE, ReplaySettings, is_integer
 
 FORMAT = "replayssm-engine"
 SCHEMA_VERSION = 1
@@ -45,7 +45,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name, minimum in (("max_batch_size", 1), ("max_seq_len", 2), ("max_draft_len", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            if not is_integer(value, minimum):
                 raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
         if self.max_draft_len >= self.max_seq_len:
             raise ValueError(f"max_draft_len ({self.max_draft_len}) must be below max_seq_len ({self.max_seq_len})")
@@ -138,21 +138,17 @@ def _check_fields(manifest: EngineManifest) -> None:
     model, serial_exact = manifest.model, manifest.replay.serial_exact
     _require("model.name", model.get("name"), isinstance(model.get("name"), str), "text")
     size = model.get("vocab_size")
-    _require("model.vocab_size", size, _is_count(size) and 1 <= size <= MAX_SIZE, f"between 1 and {MAX_SIZE}")
+    _require("model.vocab_size", size, is_integer(size, 1, MAX_SIZE), f"between 1 and {MAX_SIZE}")
     tokens = model.get("eos_token_ids")
-    known = isinstance(tokens, (list, tuple)) and all(_is_count(token) for token in tokens)
+    known = isinstance(tokens, (list, tuple)) and all(is_integer(token, 0) for token in tokens)
     _require("model.eos_token_ids", tokens, known, "a list of token ids")
     _require("replay.serial_exact", serial_exact, isinstance(serial_exact, bool), "true or false")
     for entry in manifest.files:
         check_file_name(entry.name)
-        _require(f"the size of {entry.name}", entry.size, _is_count(entry.size), "a count of bytes")
+        _require(f"the size of {entry.name}", entry.size, is_integer(entry.size, 0), "a count of bytes")
         digest = entry.sha256
         is_digest = isinstance(digest, str) and len(digest) == 64 and set(digest) <= set("0123456789abcdef")
         _require(f"the sha256 of {entry.name}", digest, is_digest, "64 hexadecimal digits")
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _require(name: str, value: Any, valid: bool, expected: str) -> None:
@@ -173,7 +169,7 @@ def _check_schema(value: Any) -> None:
             f'not an engine manifest (no "format": "{FORMAT}"); build an engine with `replayssm build`'
         )
     version = value.get("schema_version")
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+    if not is_integer(version, 1):
         raise EngineDirectoryError(f"the manifest's schema_version is {version!r}, not a positive integer")
     if version > SCHEMA_VERSION:
         raise EngineDirectoryError(

@@ -34,7 +34,14 @@ import safetensors
 import torch
 from safetensors.torch import load, save
 
-from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, geometry_to_json
+from replayssm.plugins.contract import (
+    AttentionGeometry,
+    ConvGeometry,
+    GdnGeometry,
+    Mamba2Geometry,
+    geometry_to_json,
+    is_integer,
+)
 from replayssm.plugins.nvfp4 import pack_nibbles, pack_words, unpack_nibbles, unpack_words
 from replayssm.plugins.state import LayerState, set_checkpoint_position
 
@@ -202,19 +209,15 @@ def _read(blob: bytes) -> tuple[int, dict[str, dict[str, Any]], dict[str, torch.
             _require_layer(name, layer)
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"damaged blob: {error}") from error
-    if not _is_count(seq_len):
+    if not is_integer(seq_len, 0):
         raise ValueError(f"damaged blob: seq_len is {seq_len!r}")
     return seq_len, layers, tensors
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _require_layer(name: str, layer: Any) -> None:
     """Raise ValueError or KeyError unless a layer's metadata has the documented form."""
     position = layer["checkpoint_position"]
-    if position is not None and not _is_count(position):
+    if position is not None and not is_integer(position, 0):
         raise ValueError(f"{name}: checkpoint_position is {position!r}")
     for group in ("geometry", "settings"):
         if not isinstance(layer[group], dict):

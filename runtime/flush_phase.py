@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 def next_history(history: int, window: int, buffer_len: int) -> int:
     """Tokens in the ring while a window runs (design rule 4): 0 if it folds them first, else `history`."""
-    return 0 if history > 0 and history + window > buffer_len else history
+    return 0 if history + window > buffer_len else history
 
 
 class FlushPhases:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, is_integer
 from replayssm.plugins.network import CALL_INPUTS, DTYPES, Network, Node
 from replayssm.runtime.functional_ops import WEIGHT_OPERATORS, scale_count
 
@@ -23,7 +23,7 @@ Check = Callable[[Any], bool]
 
 
 def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_integer(value, 1)
 
 
 def _number(value: Any) -> bool:
