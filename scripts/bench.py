@@ -12,16 +12,26 @@ from typing import Any
 import click
 
 from replayssm.scripts.config_file import apply_config
+from replayssm.scripts.draft_options import DRAFT_NAMES, scheduled_draft_options
 from replayssm.scripts.files import check_writable, write_lines
+from replayssm.scripts.help_groups import GroupedCommand, OrderedGroup
 from replayssm.scripts.parallel_option import tensor_parallel_option
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 ENGINE = click.Path(exists=True, file_okay=False, path_type=Path)
 _COMMON = (
-    click.option("--engine", "--engine-dir", required=True, type=ENGINE, help="Engine directory."),
+    click.option(
+        "--engine", "--engine-dir", required=True, type=ENGINE, help="Engine directory made by `replayssm build`."
+    ),
     click.option("--dataset", required=True, type=FILE, help="JSON lines, as `bench prepare-dataset` writes them."),
-    click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"])),
+    click.option(
+        "--device",
+        default="cpu",
+        show_default=True,
+        type=click.Choice(["cpu", "cuda"]),
+        help="cuda: the first GPU, with this project's kernels and captured steps.",
+    ),
     tensor_parallel_option,
     click.option("--config", "--extra-llm-api-options", type=FILE, help="YAML with trtllm-bench's keys; goes first."),
     click.option(
@@ -34,8 +44,12 @@ _COMMON = (
     click.option(
         "--warmup", default=2, show_default=True, type=click.IntRange(0), help="Requests to run before, unmeasured."
     ),
-    click.option("--max-num-tokens", type=int, help="Tokens of one step.  [default: 8192]"),
-    click.option("--max-seq-len", type=int, help="Prompt and output of a sequence.  [default: the engine's]"),
+    click.option(
+        "--max-num-tokens",
+        type=int,
+        help="Tokens of one step.  [default: 8192, or what one chunk beside all slots takes]",
+    ),
+    click.option("--max-seq-len", type=int, help="Tokens of a sequence, prompt and output.  [default: the engine's]"),
     click.option(
         "--prefill-chunk",
         default=256,
@@ -44,16 +58,12 @@ _COMMON = (
         help="Prompt tokens of a request in one step.",
     ),
     click.option("--eos-id", default=-1, show_default=True, help="Token that ends an output; -1: none does."),
-    click.option("--draft", default="none", show_default=True, type=click.Choice(["none", "ngram", "mtp", "engine"])),
-    click.option("--draft-engine", type=ENGINE, help="Engine of a smaller model, for --draft engine."),
-    click.option("--draft-len", type=int, help="Draft tokens per call.  [default: the engine's max_draft_len]"),
-    click.option("--adaptive-drafts", is_flag=True, help="Measure what drafts cost, then draft as many as pay."),
-    click.option("--draft-sampling", is_flag=True, help="Draw drafts of sampled requests, and verify by rejection."),
+    scheduled_draft_options,
     click.option("--sampler-options", type=FILE, help="YAML or JSON with temperature, top_k, top_p, min_p, seed."),
-    click.option("--report-json", type=NEW_FILE, help="Write the report here."),
+    click.option("--report-json", type=NEW_FILE, help="Write the report here, for `bench compare`."),
     click.option("--output-json", type=NEW_FILE, help="Write every request's tokens here."),
     click.option("--request-json", type=NEW_FILE, help="Write every request's times here."),
-    click.option("--iteration-log", type=NEW_FILE, help="Write a line per step here."),
+    click.option("--iteration-log", type=NEW_FILE, help="Write a JSON line per step here."),
 )
 _MEMORY = click.option(
     "--kv-cache-free-gpu-mem-fraction",
@@ -61,8 +71,23 @@ _MEMORY = click.option(
     default=0.9,
     show_default=True,
     type=click.FloatRange(0, 1, min_open=True),
-    help="Share of the free memory that state and attention cache may take.",
+    help="Share of the device's free memory that state and attention cache may take.",
 )
+
+
+GROUPS = {
+    "Engine and device": ("engine", "config", "device", "tensor_parallel_size"),
+    "Requests": ("dataset", "num_requests", "warmup", "concurrency", "eos_id", "sampler_options"),
+    "Batch and memory": (
+        "max_batch_size",
+        "max_seq_len",
+        "max_num_tokens",
+        "prefill_chunk",
+        "free_gpu_memory_fraction",
+    ),
+    "Drafts": DRAFT_NAMES,
+    "Output": ("streaming", "report_json", "output_json", "request_json", "iteration_log"),
+}
 
 
 def _common(command: Callable) -> Callable:
@@ -71,12 +96,12 @@ def _common(command: Callable) -> Callable:
     return command
 
 
-@click.group()
+@click.group(cls=OrderedGroup)
 def bench() -> None:
     """Measure an engine with trtllm-bench's data sets and reports."""
 
 
-@bench.command()
+@bench.command(cls=GroupedCommand, groups=GROUPS)
 @_common
 @click.option("--max-batch-size", type=int, help="Sequences at the same time.  [default: what the memory holds]")
 @click.option("--concurrency", default=-1, show_default=True, help="Requests in flight; -1: all at once.")
@@ -87,7 +112,7 @@ def throughput(**options: Any) -> None:
     _run(**options)
 
 
-@bench.command()
+@bench.command(cls=GroupedCommand, groups=GROUPS)
 @_common
 @_MEMORY
 def latency(**options: Any) -> None:
@@ -210,25 +235,53 @@ def _write_json(path: Path | None, value: Any) -> None:
         write_lines(path, [json.dumps(value, indent=2)])
 
 
-@bench.group("prepare-dataset")
-@click.option("--engine", "--engine-dir", required=True, type=ENGINE, help="Whose vocabulary or tokenizer to use.")
-@click.option("--output", required=True, type=NEW_FILE, help="File to write.")
-@click.option("--random-seed", default=420, show_default=True)
+@bench.group("prepare-dataset", cls=OrderedGroup, short_help="Write a data set of random tokens or text.")
+@click.option("--engine", "--engine-dir", type=ENGINE, help="Whose vocabulary or tokenizer to use.  [required]")
+@click.option("--output", type=NEW_FILE, help="File to write.  [required]")
+@click.option("--random-seed", default=420, show_default=True, help="Seed of random lengths and tokens.")
 @click.pass_context
 def prepare_dataset(context: click.Context, **options: Any) -> None:
-    """Write a data set: random tokens with normal or uniform lengths, or text."""
+    """Write a data set: random tokens with normal or uniform lengths, or text.
+
+    The options below come before the kind of data set: prepare-dataset --engine DIR --output FILE token-norm-dist ...
+    """
     context.obj = options
 
 
+def _target(options: dict[str, Any]) -> dict[str, Any]:
+    """The group's options, checked here so that --help of a kind of data set works without them."""
+    for name in ("engine", "output"):
+        if options[name] is None:
+            raise click.UsageError(
+                f"Missing option '--{name}', before the kind of data set", click.get_current_context()
+            )
+    return options
+
+
+_COUNT = click.option("--num-requests", required=True, type=click.IntRange(1), help="Requests to write.")
+
+
+def _lengths(kind: type, **helps: str) -> Callable[[Callable], Callable]:
+    """Options --input-NAME and --output-NAME, tokens. kind: of their range; a stdev is 0 unless it is given."""
+
+    def add(command: Callable) -> Callable:
+        for side, what in (("output", "tokens to generate"), ("input", "tokens of a prompt")):
+            for name, text in reversed(helps.items()):
+                more = {"default": 0.0, "show_default": True} if name == "stdev" else {"required": True}
+                least = kind(0 if name == "stdev" else 1)
+                command = click.option(f"--{side}-{name}", type=least, help=f"{text} {what}.", **more)(command)
+        return command
+
+    return add
+
+
 @prepare_dataset.command("token-norm-dist")
-@click.option("--num-requests", required=True, type=click.IntRange(1))
-@click.option("--input-mean", required=True, type=click.FloatRange(1))
-@click.option("--input-stdev", default=0.0, show_default=True, type=click.FloatRange(0))
-@click.option("--output-mean", required=True, type=click.FloatRange(1))
-@click.option("--output-stdev", default=0.0, show_default=True, type=click.FloatRange(0))
+@_COUNT
+@_lengths(click.FloatRange, mean="Mean of the", stdev="Standard deviation of the")
 @click.pass_obj
 def token_norm_dist(options: dict[str, Any], num_requests: int, **lengths: float) -> None:
     """Random tokens, lengths from normal distributions."""
+    _target(options)
     choose = random.Random(options["random_seed"])
     inputs, outputs = (
         [choose.gauss(lengths[f"{name}_mean"], lengths[f"{name}_stdev"]) for _ in range(num_requests)]
@@ -238,14 +291,12 @@ def token_norm_dist(options: dict[str, Any], num_requests: int, **lengths: float
 
 
 @prepare_dataset.command("token-unif-dist")
-@click.option("--num-requests", required=True, type=click.IntRange(1))
-@click.option("--input-min", required=True, type=click.IntRange(1))
-@click.option("--input-max", required=True, type=click.IntRange(1))
-@click.option("--output-min", required=True, type=click.IntRange(1))
-@click.option("--output-max", required=True, type=click.IntRange(1))
+@_COUNT
+@_lengths(click.IntRange, min="Fewest", max="Most")
 @click.pass_obj
 def token_unif_dist(options: dict[str, Any], num_requests: int, **lengths: int) -> None:
     """Random tokens, lengths from uniform distributions."""
+    _target(options)
     choose, drawn = random.Random(options["random_seed"]), []
     for name in ("input", "output"):
         low, high = lengths[f"{name}_min"], lengths[f"{name}_max"]
@@ -266,7 +317,7 @@ def text(options: dict[str, Any], path: Path, output_tokens: int, chat: bool) ->
     from replayssm.runtime.engine import Engine
     from replayssm.scripts.generate import encode
 
-    tokenizer = Engine.load(options["engine"]).tokenizer
+    tokenizer = Engine.load(_target(options)["engine"]).tokenizer
     prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     samples = (
         Sample(task_id, encode(tokenizer, prompt, chat), output_tokens) for task_id, prompt in enumerate(prompts)

@@ -21,7 +21,9 @@ DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.command()
 @click.argument("engine", type=DIRECTORY)
 @click.option("--checkpoint", type=DIRECTORY, help="What the engine was built from: the whole model is compared too.")
-@click.option("--device", default="cuda", show_default=True, type=click.Choice(["cpu", "cuda"]))
+@click.option(
+    "--device", default="cuda", show_default=True, type=click.Choice(["cpu", "cuda"]), help="Where the plans run."
+)
 @click.option("--operators/--no-operators", default=True, show_default=True, help="Build and run each operator alone.")
 @click.option("--seed", default=0, show_default=True, help="Of random prompts, weights and windows.")
 @click.option(

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from replayssm.scripts.draft_options import draft_options
 from replayssm.scripts.parallel_option import tensor_parallel_option
 
 
@@ -39,19 +40,7 @@ from replayssm.scripts.parallel_option import tensor_parallel_option
 @click.option("--seed", default=0, show_default=True, help="Seed of the first prompt; each next one has the next.")
 @click.option("--stop", multiple=True, help="Text that ends the output; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on behind the model's end token.")
-@click.option(
-    "--draft",
-    type=click.Choice(["none", "ngram", "mtp", "engine"]),
-    default="none",
-    show_default=True,
-    help="Speculation: drafts from the text so far, the checkpoint's draft head, or a smaller model.",
-)
-@click.option(
-    "--draft-engine",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Engine of a smaller model, for --draft engine.",
-)
-@click.option("--draft-len", type=int, help="Draft tokens per call.  [default: the engine's max_draft_len]")
+@draft_options
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),

@@ -10,6 +10,8 @@ from typing import Any
 import click
 
 from replayssm.scripts.config_file import apply_config
+from replayssm.scripts.draft_options import DRAFT_NAMES, scheduled_draft_options
+from replayssm.scripts.help_groups import GroupedCommand
 from replayssm.scripts.parallel_option import tensor_parallel_option
 
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -18,59 +20,100 @@ MIB = 1 << 20
 CACHED_BATCH_SIZE = 256
 
 
-@click.command()
+GROUPS = {
+    "Engine and device": ("checkpoint", "config", "device", "tensor_parallel_size", "cuda_graphs"),
+    "Batch and memory": (
+        *("max_batch_size", "max_seq_len", "max_num_tokens", "prefill_chunk", "free_gpu_memory_fraction"),
+        *("prefix_cache", "max_queue_size", "time_slice", "swap_memory"),
+    ),
+    "Drafts": DRAFT_NAMES,
+    "Chat": ("chat_template", "tool_parser", "reasoning_parser"),
+    "Server": (
+        *("host", "port", "served_model_name", "api_key", "request_timeout", "max_request_bytes", "shutdown_timeout"),
+        *("log_level", "log_format"),
+    ),
+}
+
+
+@click.command(cls=GroupedCommand, groups=GROUPS)
 @click.argument("engine", required=False, type=DIRECTORY)
-@click.option("--checkpoint", type=DIRECTORY, help="Serve this checkpoint; its engine is built once and kept.")
+@click.option(
+    "--checkpoint",
+    type=DIRECTORY,
+    help="In place of ENGINE: a checkpoint, whose engine is built once and kept in ~/.cache/replayssm.",
+)
 @click.option(
     "--config",
     "--extra-llm-api-options",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="YAML with trtllm-serve's keys; it goes before the command line.",
 )
-@click.option("--host", default="localhost", show_default=True, help="Address to listen on.")
+@click.option("--host", default="localhost", show_default=True, help="Address to listen on; 0.0.0.0 is all of them.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
-@click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    type=click.Choice(["cpu", "cuda"]),
+    help="cuda: the first GPU, with this project's kernels and captured steps.",
+)
 @tensor_parallel_option
-@click.option("--cuda-graphs/--no-cuda-graphs", default=None, help="Capture steps.  [default: on CUDA]")
+@click.option(
+    "--cuda-graphs/--no-cuda-graphs", default=None, help="Run steps as captured CUDA graphs.  [default: on CUDA]"
+)
 @click.option("--served-model-name", help="Name that clients use.  [default: the model's]")
 @click.option("--max-batch-size", type=int, help="Sequences at the same time.  [default: what the memory holds]")
-@click.option("--max-num-tokens", type=int, help="Tokens of one step.  [default: 8192]")
-@click.option("--max-seq-len", type=int, help="Prompt and output of a sequence.  [default: the engine's]")
+@click.option(
+    "--max-num-tokens", type=int, help="Tokens of one step.  [default: 8192, or what one chunk beside all slots takes]"
+)
+@click.option("--max-seq-len", type=int, help="Tokens of a sequence, prompt and output.  [default: the engine's]")
 @click.option(
     "--free-gpu-memory-fraction",
     "--kv-cache-free-gpu-memory-fraction",
     default=0.9,
     show_default=True,
     type=click.FloatRange(0, 1, min_open=True),
-    help="Share of the free memory that state and attention cache may take.",
+    help="Share of the device's free memory that state and attention cache may take.",
 )
-@click.option("--draft", default="none", show_default=True, type=click.Choice(["none", "ngram", "mtp", "engine"]))
-@click.option("--draft-engine", type=DIRECTORY, help="Engine of a smaller model, for --draft engine.")
-@click.option("--draft-len", type=int, help="Draft tokens per call.  [default: the engine's max_draft_len]")
-@click.option(
-    "--adaptive-drafts", is_flag=True, help="Measure what drafts cost here, then draft as many as pay for a request."
-)
-@click.option("--draft-sampling", is_flag=True, help="Draw drafts of sampled requests, and verify by rejection.")
+@scheduled_draft_options
 @click.option(
     "--prefill-chunk", default=256, show_default=True, type=AT_LEAST_1, help="Prompt tokens of a request in one step."
 )
-@click.option("--max-queue-size", default=256, show_default=True, type=AT_LEAST_1, help="Waiting requests before 429.")
-@click.option("--time-slice", type=AT_LEAST_1, help="Steps after which a request makes way for a waiting one.")
+@click.option(
+    "--max-queue-size", default=256, show_default=True, type=AT_LEAST_1, help="Requests that wait; more get status 429."
+)
+@click.option(
+    "--time-slice",
+    type=AT_LEAST_1,
+    help="Steps after which a request makes way for a waiting one.  [default: none does]",
+)
 @click.option(
     "--swap-memory",
     default=1024,
     show_default=True,
     type=AT_LEAST_0,
-    help="MiB of host memory for who made way.",
+    help="MiB of host memory for the state of requests that made way.",
 )
 @click.option(
-    "--prefix-cache", default=256, show_default=True, type=AT_LEAST_0, help="MiB for beginnings of prompts; 0: none."
+    "--prefix-cache",
+    default=256,
+    show_default=True,
+    type=AT_LEAST_0,
+    help="MiB of host memory for beginnings of prompts that come again; 0 keeps none.",
 )
-@click.option("--request-timeout", type=click.FloatRange(0, min_open=True), help="Seconds per request.")
 @click.option(
-    "--max-request-bytes", default=8 * MIB, show_default=True, type=AT_LEAST_1, help="Size of a request's body."
+    "--request-timeout",
+    type=click.FloatRange(0, min_open=True),
+    help="Seconds for a request, waiting included.  [default: no limit]",
 )
-@click.option("--chat-template", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Jinja file.")
+@click.option(
+    "--max-request-bytes", default=8 * MIB, show_default=True, type=AT_LEAST_1, help="Bytes of a request's body."
+)
+@click.option(
+    "--chat-template",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Jinja file.  [default: the checkpoint's]",
+)
 @click.option(
     "--tool-parser", help="How the model writes tool calls: qwen3, qwen3_coder, or auto.  [default: unparsed]"
 )
@@ -79,19 +122,31 @@ CACHED_BATCH_SIZE = 256
     help="How it writes reasoning: qwen3, qwen3_5, deepseek-r1, nano-v3, or auto.  [default: unparsed]",
 )
 @click.option(
-    "--api-key", envvar="REPLAYSSM_API_KEY", help="Bearer token that /v1 wants; better set by $REPLAYSSM_API_KEY."
+    "--api-key",
+    envvar="REPLAYSSM_API_KEY",
+    help="Bearer token that /v1 wants; better set by $REPLAYSSM_API_KEY.  [default: none is wanted]",
 )
 @click.option(
     "--shutdown-timeout",
     default=30,
     show_default=True,
     type=AT_LEAST_0,
-    help="Seconds for running requests to finish after SIGTERM or Ctrl-C.",
+    help="Seconds for running requests to finish after SIGTERM or Ctrl-C; a second one ends them at once.",
 )
 @click.option(
-    "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
+    "--log-level",
+    default="info",
+    show_default=True,
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="Least level of lines on standard error.",
 )
-@click.option("--log-format", default="text", show_default=True, type=click.Choice(["text", "json"]))
+@click.option(
+    "--log-format",
+    default="text",
+    show_default=True,
+    type=click.Choice(["text", "json"]),
+    help="json: one object a line, with the numbers of each request.",
+)
 def serve(
     engine: Path | None,
     checkpoint: Path | None,
@@ -100,9 +155,11 @@ def serve(
     log_format: str,
     **options: Any,
 ) -> None:
-    """Serve ENGINE over HTTP: OpenAI's completions and chat, /health and /metrics.
+    """Serve ENGINE, a directory made by `replayssm build`, over HTTP: OpenAI's completions and chat, /health, /metrics,
+    and a live page at /.
 
-    Options carry trtllm-serve's names where the meaning is the same, and --config takes its YAML keys.
+    Options carry trtllm-serve's names where the meaning is the same, and --config takes its YAML keys. docs/serving.md
+    says which parameters of a call mean what.
     """
     if (engine is None) == (checkpoint is None):
         raise click.UsageError("give an engine directory, or --checkpoint, and not both")

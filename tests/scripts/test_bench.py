@@ -127,6 +127,8 @@ def test_bad_input(engine, tmp_path):
         assert result.stderr.count("\n") == 1, "memory is described after all refusals"
     result = prepare(engine, "/proc/a", "token-norm-dist", "--num-requests", 3, "--input-mean", 3, "--output-mean", 3)
     assert result.stderr == "error: cannot write /proc/a: No such file or directory; choose another file\n"
+    result = bench("prepare-dataset", "--output", tmp_path / "a", "text", "--input", data, "--output-tokens", 3)
+    assert "Missing option '--engine', before the kind of data set (see " in result.stderr
     lengths = ("--input-min", 9, "--input-max", 3, "--output-min", 2, "--output-max", 4)
     result = prepare(engine, tmp_path / "a", "token-unif-dist", "--num-requests", 3, *lengths)
     assert "--input-min 9 is above --input-max 3" in result.stderr

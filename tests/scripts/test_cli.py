@@ -47,11 +47,28 @@ def test_help_lists_every_command(runner):
         assert text in result.stdout
 
 
+def commands(path, command):
+    """(path, command) of a command and of all below it."""
+    yield path, command
+    for name in command.list_commands(None) if isinstance(command, click.Group) else ():
+        yield from commands((*path, name), command.get_command(None, name))
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_exists_and_describes_itself(runner, name):
-    result = runner.invoke(cli.main, [name, "--help"])
-    assert result.exit_code == 0
-    assert f"Usage: main {name}" in result.stdout
+def test_every_command_describes_itself_and_its_options(runner, name):
+    """--help of every command needs nothing else, and every option of it says what it is."""
+    for path, command in commands((name,), cli.main.get_command(None, name)):
+        result = runner.invoke(cli.main, [*path, "--help"])
+        assert result.exit_code == 0
+        assert f"Usage: main {' '.join(path)}" in result.stdout
+        assert command.help
+        options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+        for option in options:
+            assert option.help, f"{path}: {option.opts[0]} says nothing"
+            assert option.opts[0] in result.stdout
+        assert {name for names in getattr(command, "groups", {}).values() for name in names} <= {
+            *(option.name for option in options), "concurrency", "max_batch_size", "streaming"
+        }  # fmt: skip
 
 
 def test_version(runner):
