@@ -54,10 +54,11 @@ class HttpServer(uvicorn.Server):
 
     async def _end_late_requests(self) -> None:
         deadline = time.monotonic() + self._timeout_s
-        logger.info(
-            "running requests have %g s to finish; a second signal ends them at once (--shutdown-timeout)",
-            self._timeout_s,
-        )
+        if self._loop.scheduler.has_work:
+            logger.info(
+                "running requests have %g s to finish (--shutdown-timeout); a second signal ends them at once",
+                self._timeout_s,
+            )
         while time.monotonic() < deadline and not self.exit_code:
             await asyncio.sleep(TICK_S)
         logger.warning("%d connections are open: their requests end with an error", len(self.server_state.connections))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,11 +181,9 @@ def _run(
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(Progress(*columns, console=console, transient=True, disable=not console.is_terminal))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("Requests", total=len(samples))
-        log = options["iteration_log"]
-        log = None if log is None else stack.enter_context(log.open("w", encoding="utf-8"))
+        log = None if options["iteration_log"] is None else io.StringIO()
         records = run_samples(
             scheduler, samples, options["concurrency"], params, end_tokens, lambda _: bar.advance(task), log
         )
@@ -199,9 +197,13 @@ def _run(
     )
     session.close()
     click.echo(text_report(report))
-    _write_json(report_json, report)
-    _write_json(options["request_json"], [request_json(record) for record in records])
-    _write_json(options["output_json"], [{"id": record.task_id, "output_ids": record.tokens} for record in records])
+    texts = [
+        (report_json, _json(report)),
+        (options["request_json"], _json([request_json(record) for record in records])),
+        (options["output_json"], _json([{"id": record.task_id, "output_ids": record.tokens} for record in records])),
+        (options["iteration_log"], "" if log is None else log.getvalue()),
+    ]
+    _write_all(texts)
 
 
 class _LazyTokenizer:
@@ -230,9 +232,21 @@ def _sampling(path: Path | None) -> Any:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _write_json(path: Path | None, value: Any) -> None:
-    if path is not None:
-        write_lines(path, [json.dumps(value, indent=2)])
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2)
+
+
+def _write_all(texts: Sequence[tuple[Path | None, str]]) -> None:
+    """Write each text to its file, also where another cannot be written: they took a run to get. Then ValueError."""
+    errors = []
+    for path, text in texts:
+        if path is not None:
+            try:
+                write_lines(path, text.splitlines())
+            except ValueError as error:
+                errors.append(str(error))
+    if errors:
+        raise ValueError("; ".join(errors))
 
 
 @bench.group("prepare-dataset", cls=OrderedGroup, short_help="Write a data set of random tokens or text.")

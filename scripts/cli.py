@@ -6,8 +6,10 @@ Its line in `COMMANDS` is what `replayssm --help` prints, so that the help impor
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -95,11 +97,19 @@ class LazyGroup(click.Group):
 
 
 def _in_options(message: str, command: click.Command) -> str:
-    """An error of the runtime, which begins with the name of a parameter, with the option that sets it instead."""
-    name, _, rest = message.partition(" ")
+    """An error of the runtime, which names parameters, with the options that set them instead.
+
+    A name that is a word of English too counts only at the beginning, where messages have what they are about.
+    """
     options = {parameter.name: parameter.opts[0] for parameter in command.params if parameter.opts[0].startswith("--")}
-    option = options.get(name) or options.get(OPTION_OF.get(name, ""))
-    return f"{option} {rest}" if option and rest else message
+    first, space, rest = message.partition(" ")
+    first = options.get(first) or options.get(OPTION_OF.get(first, "")) or first
+
+    def option(found: re.Match) -> str:
+        return options.get(found[0], found[0])
+
+    # What an engine or a model has is no option of this command.
+    return first + space + re.sub(r"(?<!engine's )(?<!model's )(?<![\w/.-])[a-z]+(_[a-z]+)+(?![\w/.])", option, rest)
 
 
 def _require_stdout(arguments: Sequence[str] | None) -> None:
@@ -117,6 +127,8 @@ def _fail(message: str) -> NoReturn:
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # writing to an open file names none
+        return f"{error.strerror} where the output goes: free some there, or write it elsewhere"
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -10,7 +10,12 @@ from replayssm.plugins.geometry import MAX_HISTORY
 
 
 @click.command("export-trtllm")
-@click.option("--checkpoint", required=True, type=click.Path(path_type=Path), help="Checkpoint directory.")
+@click.option(
+    "--checkpoint",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Checkpoint directory.",
+)
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Directory to make.")
 @click.option(
     "--trtllm-version",

@@ -15,7 +15,7 @@ RECIPES = ("nvfp4", "nvfp4-w4a16", "fp8")
     "--checkpoint",
     "--model-dir",
     required=True,
-    type=click.Path(path_type=Path),
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Hugging Face checkpoint directory with unquantized safetensors.",
 )
 @click.option(

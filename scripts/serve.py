@@ -178,6 +178,8 @@ def serve(
     options = options if config is None else apply_config(config, options)
     _check_address(options["host"], options["port"])
     check_draft_options(options["draft"], options["draft_len"], options["adaptive_drafts"], options["draft_sampling"])
+    if engine is not None and _is_checkpoint(engine):
+        raise ValueError(f"{engine} is a checkpoint: serve it with --checkpoint, or build an engine of it")
     loaded = Engine.load(engine or _cached_engine(checkpoint, options["max_batch_size"], options["max_seq_len"]))
     server_options = _server_options(loaded, **options)
     loop = _loop(loaded, **options)
@@ -190,6 +192,11 @@ def serve(
         loop.stop()
         loop.scheduler.session.close()
     raise click.exceptions.Exit(server.exit_code)
+
+
+def _is_checkpoint(directory: Path) -> bool:
+    """Whether a directory is one of Hugging Face and no engine."""
+    return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
 
 
 def _check_address(host: str, port: int) -> None:

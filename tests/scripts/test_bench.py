@@ -125,6 +125,13 @@ def test_bad_input(engine, tmp_path):
         assert (result.exit_code, result.stdout) == (2, "")
         assert message in result.stderr
         assert result.stderr.count("\n") == 1, "memory is described after all refusals"
+    (tmp_path / "short").write_text('{"task_id": 1, "input_ids": [1], "output_tokens": 2}')
+    outputs = ("--iteration-log", "/dev/full", "--request-json", "/dev/full", "--output-json", tmp_path / "out")
+    result = bench("throughput", "--engine", engine, "--dataset", tmp_path / "short", *outputs)
+    assert "= PERFORMANCE OVERVIEW" in result.stdout, "a full disk loses nothing that is written elsewhere"
+    assert json.loads((tmp_path / "out").read_text())[0]["id"] == 1
+    assert result.exit_code == 2
+    assert result.stderr.count("cannot write /dev/full: No space left on device; choose another file") == 2
     result = prepare(engine, "/proc/a", "token-norm-dist", "--num-requests", 3, "--input-mean", 3, "--output-mean", 3)
     assert result.stderr == "error: cannot write /proc/a: No such file or directory; choose another file\n"
     result = bench("prepare-dataset", "--output", tmp_path / "a", "text", "--input", data, "--output-tokens", 3)

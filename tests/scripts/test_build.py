@@ -47,9 +47,9 @@ def test_state_formats_reach_the_engine(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--state-rounding", "stochastic"), "state_dtype float32 keeps what the flush computes"),
+        (("--state-rounding", "stochastic"), "--state-dtype float32 keeps what the flush computes"),
         (("--state-dtype", "float8", "--readout-dtype", "float8"), "reads as many bytes and costs memory"),
-        (("--rounding-seed", "3"), "rounding_seed changes nothing unless state_rounding is 'stochastic'"),
+        (("--rounding-seed", "3"), "--rounding-seed changes nothing unless --state-rounding is 'stochastic'"),
         (("--u-source", "checkpoint"), "without a readout copy everything reads the checkpoint"),
         (("--buffer-len", "0", "--readout-dtype", "float8"), "a readout copy would be rewritten too"),
         (("--readout-dtype", "float8", "--u-source", "checkpoint"), "is for Gated DeltaNet layers"),

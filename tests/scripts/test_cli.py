@@ -110,6 +110,25 @@ def test_errors_of_the_system_name_their_file(runner, failing):
     assert runner.invoke(cli.main, ["doctor"]).stderr == "error: /a/b: Permission denied\n"
 
 
+def test_a_full_disk_has_no_name_of_its_own(runner, failing):
+    failing(OSError(28, "No space left on device"))
+    error = runner.invoke(cli.main, ["doctor"]).stderr
+    assert error == "error: No space left on device where the output goes: free some there, or write it elsewhere\n"
+
+
+def test_errors_of_the_runtime_name_the_commands_option(runner, monkeypatch):
+    """The runtime's name of a parameter becomes the option, also below a group; other words stay."""
+    bench = importlib.import_module("replayssm.scripts.bench")
+    for message, shown in (("slots must be 1", "--max-batch-size must be 1"), ("seed is 1", "seed is 1"),
+                           ("max_seq_len must be 1", "--max-seq-len must be 1"), ("slots", "--max-batch-size"),
+                           ("more than the engine's max_seq_len: raise max_num_tokens, not /a/max_seq_len or slots",
+                            "more than the engine's max_seq_len: raise --max-num-tokens, not /a/max_seq_len or slots"),
+                           ):  # fmt: skip
+        monkeypatch.setattr(bench, "_run", lambda message=message, **_: (_ for _ in ()).throw(ValueError(message)))
+        result = runner.invoke(cli.main, ["bench", "throughput", "--engine", "/", "--dataset", __file__])
+        assert result.stderr == f"error: {shown}\n"
+
+
 def test_other_errors_are_not_hidden(runner, failing):
     failing(RuntimeError("a bug"))
     result = runner.invoke(cli.main, ["doctor"])

@@ -51,15 +51,15 @@ def test_config_file_is_accepted(tmp_path) -> None:
     [
         (("no-such-model",), "neither a path nor a published model"),
         (("qwen4b", "--memory", "much"), "is not a size"),
-        (("qwen4b", "--buffer-len", "-1"), "buffer_len must be an integer between 0 and 4096, got -1"),
+        (("qwen4b", "--buffer-len", "-1"), "--buffer-len must be an integer between 0 and 4096, got -1"),
         (("qwen4b", "--buffer-len", "1000000000"), "between 0 and 4096, got 1000000000"),
         (("qwen4b", "--buffer-len", "9" * 400), "got 99999999999999999999... (400 characters)"),
         (("qwen4b", "--max-draft-len", "-1"), "--max-draft-len must be >= 0"),
         (("qwen4b", "--acceptance-length", "9"), "between 1 and 1 + draft_len = 5, got 9"),
-        (("qwen4b", "--buffer-len", "0", "--readout-dtype", "nvfp4"), "choose readout_dtype 'same'"),
+        (("qwen4b", "--buffer-len", "0", "--readout-dtype", "nvfp4"), "choose --readout-dtype 'same'"),
         (
             ("nano4b", "--readout-dtype", "nvfp4", "--u-source", "checkpoint"),
-            "u_source 'checkpoint' is for Gated DeltaNet layers, and this model has none",
+            "--u-source 'checkpoint' is for Gated DeltaNet layers, and this model has none",
         ),
     ],
 )

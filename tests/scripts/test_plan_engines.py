@@ -57,5 +57,5 @@ def test_choices_of_the_target_reach_the_plans(plan_module, tiny_checkpoint, tmp
     assert described["networks"]["main"]["prefill_file"] == "plans/main-prefill.plan"
     result = CliRunner().invoke(main, list(map(str, ("build", *place, "--output", tmp_path / "torch", *choices))))
     assert result.exit_code == 2
-    assert "alias and prefill_plan are choices of the tensorrt target, not of torch" in result.stderr
+    assert "--alias and --prefill-plan are choices of the tensorrt target, not of torch" in result.stderr
     assert not (tmp_path / "torch").exists()

@@ -175,6 +175,7 @@ def test_kill_and_restart_from_a_checkpoint(tiny_checkpoint, tmp_path):
         (("ENGINE", "--free-gpu-memory-fraction", 1e-9), "GB may be used: free memory"),
         (("ENGINE/weights",), "has no config.json"),
         (("/nowhere",), "does not exist"),
+        (("CHECKPOINT",), "nano is a checkpoint: serve it with --checkpoint, or build an engine of it"),
         (("ENGINE", "--tool-parser", "hermes"), "error: --tool-parser must be one of qwen3, qwen3_coder, got 'hermes'"),
         (("ENGINE", "--draft-len", 2), "--draft-len means nothing without drafts: choose --draft ngram, mtp, engine"),
         (("ENGINE", "--adaptive-drafts"), "--adaptive-drafts means nothing without drafts"),
@@ -185,13 +186,16 @@ def test_kill_and_restart_from_a_checkpoint(tiny_checkpoint, tmp_path):
         (("ENGINE", "--config", "ENGINE/config.json"), "config.json: the key 'format' means nothing here"),
     ],
 )
-def test_bad_options(engine, monkeypatch, arguments, message):
+def test_bad_options(engine, tiny_checkpoint, monkeypatch, arguments, message):
     monkeypatch.setattr(
         "replayssm.runtime.logs.set_up", lambda *_: None
     )  # it would log to this runner's stderr for ever
     # Memory is described when nothing is left to refuse.
     monkeypatch.setattr("replayssm.runtime.serving.describe_memory", lambda *_: pytest.fail("too early"))
-    given = [str(argument).replace("ENGINE", str(engine)) for argument in arguments]
+    paths = {"ENGINE": str(engine), "CHECKPOINT": str(tiny_checkpoint("nano"))}
+    given = [str(argument) for argument in arguments]
+    for name, path in paths.items():
+        given = [argument.replace(name, path) for argument in given]
     result = CliRunner().invoke(main, ["serve", *given])
     assert result.exit_code == 2
     assert message in result.stderr

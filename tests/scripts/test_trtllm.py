@@ -71,5 +71,5 @@ def test_export_of_more_tokens_than_the_model_has_positions(tiny_checkpoint, tmp
     arguments = ["export-trtllm", "--checkpoint", str(tiny_checkpoint("qwen")), "--output", str(tmp_path / "out")]
     result = CliRunner().invoke(cli.main, [*arguments, "--max-seq-len", "2049"])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "max_seq_len 2049 is more than the model was made for: 2048 positions" in result.stderr
+    assert "--max-seq-len 2049 is more than the model was made for: 2048 positions" in result.stderr
     assert not (tmp_path / "out").exists()
