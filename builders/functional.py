@@ -17,6 +17,7 @@ from typing import Any
 
 from replayssm.builders.parameters import Projection
 from replayssm.plugins.contract import (
+    AnyGeometry,
     AttentionGeometry,
     ConvGeometry,
     GdnGeometry,
@@ -56,18 +57,28 @@ class Graph:
         self,
         op: str,
         inputs: Sequence[Value],
-        *outputs: TensorSpec,
+        output: TensorSpec,
         attributes: dict[str, Any] | None = None,
         state: str | None = None,
-    ) -> Value | tuple[Value, ...]:
-        """Append a node and return its output, or the tuple of its outputs where it has several."""
+    ) -> Value:
+        """Append a node and return its output."""
+        return self.emit_several(op, inputs, [output], attributes, state)[0]
+
+    def emit_several(
+        self,
+        op: str,
+        inputs: Sequence[Value],
+        outputs: Sequence[TensorSpec],
+        attributes: dict[str, Any] | None = None,
+        state: str | None = None,
+    ) -> tuple[Value, ...]:
+        """Append a node and return its outputs."""
         network, index = self.network, len(self.network.nodes)
         suffixes = [""] if len(outputs) == 1 else [f".{i}" for i in range(len(outputs))]
         names = tuple(f"v{index}_{op}{suffix}" for suffix in suffixes)
         network.values.update(zip(names, outputs, strict=True))
         network.nodes.append(Node(op, tuple(v.name for v in inputs), names, attributes or {}, state))
-        values = tuple(self.value(name) for name in names)
-        return values[0] if len(values) == 1 else values
+        return tuple(self.value(name) for name in names)
 
     def stateful(
         self,
@@ -130,9 +141,10 @@ def _show(value: Any) -> str:
     return "[" + ", ".join(map(str, value)) + "]" if isinstance(value, tuple) else str(value)
 
 
-def _check_geometry(op: str, state: State, kind: type) -> None:
+def _geometry(op: str, state: State, kind: type[AnyGeometry]) -> AnyGeometry:
     if not isinstance(state.geometry, kind):
         raise ValueError(f"{op}: state {state.name!r} must have a {kind.__name__}, got {state.geometry!r}")
+    return state.geometry
 
 
 def embedding(ids: Value, table: Projection) -> Value:
@@ -214,7 +226,7 @@ def multiply(x: Value, y: Value) -> Value:
 def split(x: Value, sizes: Sequence[int]) -> tuple[Value, ...]:
     """Consecutive parts of the last dimension."""
     _check("split", f"the sum of sizes {tuple(sizes)}", sum(sizes), x.shape[-1])
-    return x.graph.emit("split", [x], *(x.like(size) for size in sizes), attributes={"sizes": list(sizes)})
+    return x.graph.emit_several("split", [x], [x.like(size) for size in sizes], {"sizes": list(sizes)})
 
 
 def concat(*values: Value) -> Value:
@@ -274,8 +286,9 @@ def _route(op: str, inputs: list[Value], attributes: dict[str, Any]) -> tuple[Va
     logits = inputs[0]
     if not 0 < attributes["top_k"] <= logits.shape[-1]:
         raise ValueError(f"{op}: top_k must be between 1 and {logits.shape[-1]} experts, got {attributes['top_k']}")
-    specs = (logits.like(attributes["top_k"], dtype=dtype) for dtype in ("int64", logits.graph.scalar_dtype))
-    return logits.graph.emit(op, inputs, *specs, attributes=attributes)
+    specs = [logits.like(attributes["top_k"], dtype=dtype) for dtype in ("int64", logits.graph.scalar_dtype)]
+    ids, weights = logits.graph.emit_several(op, inputs, specs, attributes)
+    return ids, weights
 
 
 def moe(x: Value, ids: Value, weights: Value, projections: Sequence[Projection], activation: str) -> Value:
@@ -301,10 +314,10 @@ def moe(x: Value, ids: Value, weights: Value, projections: Sequence[Projection],
 def causal_conv1d_window(x: Value, weight: Value, bias: Value | None, state: State) -> Value:
     """silu of the depthwise causal convolution of x [T, C] with weight [C, K], continued across calls."""
     op = "causal_conv1d_window"
-    _check_geometry(op, state, ConvGeometry)
-    channels = state.geometry.conv_dim
+    geometry = _geometry(op, state, ConvGeometry)
+    channels = geometry.conv_dim
     _check(op, "x", x.shape, ("T", channels))
-    _check(op, f"weight {weight.name}", weight.shape, (channels, state.geometry.conv_kernel))
+    _check(op, f"weight {weight.name}", weight.shape, (channels, geometry.conv_kernel))
     if bias is not None:
         _check(op, f"bias {bias.name}", bias.shape, (channels,))
     inputs = [x, weight] if bias is None else [x, weight, bias]
@@ -316,8 +329,7 @@ def mamba2_window(
 ) -> Value:
     """Mamba2 recurrence over each row's window: x [T, H, P], dt [T, H], B and C [T, G, N] -> [T, H, P]."""
     op = "mamba2_window"
-    _check_geometry(op, state, Mamba2Geometry)
-    g: Mamba2Geometry = state.geometry
+    g = _geometry(op, state, Mamba2Geometry)
     _check(op, "x", x.shape, ("T", g.nheads, g.headdim))
     _check(op, "dt", dt.shape, ("T", g.nheads))
     for name, value in (("B", B), ("C", C)):
@@ -330,8 +342,7 @@ def mamba2_window(
 def gdn_window(q: Value, k: Value, v: Value, a: Value, b: Value, A_log: Value, dt_bias: Value, state: State) -> Value:
     """Gated DeltaNet over each row's window: q, k [T, Hk, dk] raw, v [T, Hv, dv], a, b [T, Hv] -> [T, Hv, dv]."""
     op = "gdn_window"
-    _check_geometry(op, state, GdnGeometry)
-    g: GdnGeometry = state.geometry
+    g = _geometry(op, state, GdnGeometry)
     for name, value in (("q", q), ("k", k)):
         _check(op, name, value.shape, ("T", g.num_k_heads, g.head_k_dim))
     _check(op, "v", v.shape, ("T", g.num_v_heads, g.head_v_dim))
@@ -345,8 +356,7 @@ def gdn_window(q: Value, k: Value, v: Value, a: Value, b: Value, A_log: Value, d
 def attention_window(q: Value, k: Value, v: Value, state: State, scale: float) -> Value:
     """Causal grouped-query attention over the cache and the window: q [T, Hq, hd], k and v [T, Hkv, hd] -> like q."""
     op = "attention_window"
-    _check_geometry(op, state, AttentionGeometry)
-    g: AttentionGeometry = state.geometry
+    g = _geometry(op, state, AttentionGeometry)
     for name, value in (("k", k), ("v", v)):
         _check(op, name, value.shape, ("T", g.num_kv_heads, g.head_dim))
     _check(op, "the head dimension of q", q.shape[-1], g.head_dim)

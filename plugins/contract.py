@@ -83,7 +83,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 PAD_SLOT_ID = -1
 """`state_batch_indices` value of a padding row."""
@@ -289,6 +289,7 @@ class AttentionGeometry:
 
 RecurrentGeometry = Mamba2Geometry | GdnGeometry
 Geometry = Mamba2Geometry | GdnGeometry | ConvGeometry | AttentionGeometry
+AnyGeometry = TypeVar("AnyGeometry", bound=Geometry)
 GEOMETRIES: dict[str, type] = {cls.kind: cls for cls in (Mamba2Geometry, GdnGeometry, ConvGeometry, AttentionGeometry)}
 
 

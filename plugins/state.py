@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import TypeVar
 
 import torch
 
 from replayssm.plugins.contract import (
+    AnyGeometry,
     ErrorBit,
     GdnGeometry,
     Geometry,
@@ -19,8 +19,6 @@ from replayssm.plugins.contract import (
     geometry_to_json,
     state_parts,
 )
-
-AnyGeometry = TypeVar("AnyGeometry", bound=Geometry)
 
 
 @dataclass

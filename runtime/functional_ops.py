@@ -1,9 +1,10 @@
 """Execution of functional operators with PyTorch.
 
 One function per operator of `plugins.network.Network`, with the operator's inputs as positional arguments and its
-attributes as keyword arguments. Shapes were checked when the network was traced and are not checked again. Norms,
-routers and softmax compute in the dtype of their fp32 weights (fp64 where activations are fp64) and round once.
-No function waits for the device, except the expert loop, which runs on the CPU only.
+attributes as keyword arguments. What each computes is said once, where networks are traced: `builders.functional`.
+Shapes were checked there and are not checked again. Norms, routers and softmax compute in the dtype of their fp32
+weights (fp64 where activations are fp64) and round once. No function waits for the device, except the expert loop,
+which runs on the CPU only.
 """
 
 from __future__ import annotations
