@@ -1,4 +1,5 @@
-// What the preparing warps of the prefill kernels share: copies of tokens, decays of a chunk, products of pairs of tokens.
+// What the preparing warps of the prefill kernels share: copies of tokens, decays of a chunk, products of pairs of
+// tokens.
 #pragma once
 #include "chunk.cuh"
 
@@ -48,8 +49,8 @@ DEVICE Sum add(const Sum& a, const Sum& b) {
 DEVICE float power_of_two(float exponent) { return exp2f(fminf(exponent, 0.f)); }
 DEVICE float difference(const Sum& a, const Sum& b) { return (a.high - b.high) + (a.low - b.low); }
 
-// Decays of a chunk; one warp calls it, lane l with the log decays of tokens l * LANE_TOKENS and the next. Tokens that do
-// not exist have 0. `scale` are the factors of the tokens in `leaving` besides their decay.
+// Decays of a chunk; one warp calls it, lane l with the log decays of tokens l * LANE_TOKENS and the next. Tokens that
+// do not exist have 0. `scale` are the factors of the tokens in `leaving` besides their decay.
 DEVICE void scan_chunk(Gates& gates, Sum* prefix, const float (&log_decay)[LANE_TOKENS],
                        const float (&scale)[LANE_TOKENS]) {
     const int lane = threadIdx.x % 32;

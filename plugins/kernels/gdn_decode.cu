@@ -1,7 +1,7 @@
-// Gated DeltaNet, one new token per row (MAX_WINDOW 1) and an fp32 state: gdn_window.cu with everything laid out for one
-// q and one k. The state products run on the plain arithmetic units, eight lanes a row, so that shared memory is read
-// without bank conflicts; what a warp needs besides the tile it fetches itself, so that the block meets at one barrier.
-// Prefill rows as there. One thread block per (row of the batch, value head, CTA_ROWS rows of the state).
+// Gated DeltaNet, one new token per row (MAX_WINDOW 1) and an fp32 state: gdn_window.cu with everything laid out for
+// one q and one k. The state products run on the plain arithmetic units, eight lanes a row, so that shared memory is
+// read without bank conflicts; what a warp needs besides the tile it fetches itself, so that the block meets at one
+// barrier. Prefill rows as there. One thread block per (row of the batch, value head, CTA_ROWS rows of the state).
 //
 // Stamped in: as for gdn_window.cu.
 #include "gdn_replay.cuh"
@@ -61,8 +61,8 @@ DEVICE void add_columns(float& sum, const float (&s)[LANE_COLUMNS], const float 
     for (int i = 0; i < LANE_COLUMNS; i++) sum = multiply_add(s[i], query[i], sum);
 }
 
-// The state's product with q (even lanes) or k for the lane's own row. Partial sums of eight lanes are added in pairs that
-// lie 4, 2 and 1 apart, as `fold_and_dot` does.
+// The state's product with q (even lanes) or k for the lane's own row. Partial sums of eight lanes are added in pairs
+// that lie 4, 2 and 1 apart, as `fold_and_dot` does.
 DEVICE float dot(const state_t* tile, const activation_t* queries) {
     const u32 lane = threadIdx.x % 32, column = lane % 8 * LANE_COLUMNS;
     const state_t* rows = tile + ((threadIdx.x / 32) * 16 + lane / 8) * COLUMNS + column;
@@ -165,9 +165,9 @@ gdn_decode(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
     const int u_column = block.head * U_PLANES * ROWS + block.first_row;
 
     wait_for_previous_grid();
-    // Blocks of the next grid may take places as they fall free: from the start where all blocks of this one run at once
-    // and nothing competes with them, else late (H200, qwen4b, batch 256, a flush of every row: 302.2 us from the barrier
-    // on, 303.4 from the start).
+    // Blocks of the next grid may take places as they fall free: from the start where all blocks of this one run at
+    // once and nothing competes with them, else late (H200, qwen4b, batch 256, a flush of every row: 302.2 us from the
+    // barrier on, 303.4 from the start).
     const bool runs_at_once = gridDim.y <= AHEAD_ROWS;
     if (runs_at_once) let_next_grid_start();
     // All that is known before the slot, then all that the slot tells, then the tile: nothing here waits for more than

@@ -1,5 +1,5 @@
-// The parameters of the decode, window and prefill kernels of Gated DeltaNet: inputs, int32 scalars, outputs, as TensorRT
-// plugins demand. tests/plugins/emulation reads them from here.
+// The parameters of the decode, window and prefill kernels of Gated DeltaNet: inputs, int32 scalars, outputs, as
+// TensorRT plugins demand. tests/plugins/emulation reads them from here.
 #pragma once
 
 // q and k [T, Hk, dk], v [T, Hv, dv], a and b [T, Hv]: the last dimension is dense, tokens are *_stride elements apart.

@@ -112,8 +112,8 @@ struct QueryPiece {
     }
 };
 
-// Adds the part of the lane's columns of rows g and g + 8 for query tile n. A k-step of the matrix unit takes any pairing
-// of columns to its slots, as long as both operands use the same one.
+// Adds the part of the lane's columns of rows g and g + 8 for query tile n. A k-step of the matrix unit takes any
+// pairing of columns to its slots, as long as both operands use the same one.
 DEVICE void add_products(StateProducts& products, int n, const Piece& s0, const Piece& s1, const QueryPiece& query) {
     constexpr int CHAINS = StateProducts::CHAINS;
     if constexpr (DIRECT) {
@@ -253,8 +253,8 @@ DEVICE void query_loads(const activation_t* (&rows)[(QUERY_TILES + 1) / 2], cons
                       (QUERY_TILES == 1 && COLUMNS % 32 == 0 ? lane / 8 : lane / 8 % 2) * 8;
 }
 
-// What a head's u of the history are multiplied by, from `scores` of its k: for every lane, of tile m and query tile n, the
-// coefficients of query g and tokens 16 m + 2 t, the next, and 8 further on. One warp calls it.
+// What a head's u of the history are multiplied by, from `scores` of its k: for every lane, of tile m and query tile n,
+// the coefficients of query g and tokens 16 m + 2 t, the next, and 8 further on. One warp calls it.
 DEVICE void write_coefficients(float* coefficients, const float (&scores)[HISTORY_TILES][QUERY_TILES][4], const Gates& gates) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll

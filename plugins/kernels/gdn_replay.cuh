@@ -1,6 +1,6 @@
-// Building blocks of the Gated DeltaNet decode and window kernels beside those of replay.cuh. A warp owns 16 rows of the state: lane 4 g + t of it works
-// for rows g and g + 8, and in a tile of 8 queries for queries 2 t and 2 t + 1. Whatever a warp can compute faster than
-// it could wait for another, it computes itself.
+// Building blocks of the Gated DeltaNet decode and window kernels beside those of replay.cuh. A warp owns 16 rows of
+// the state: lane 4 g + t of it works for rows g and g + 8, and in a tile of 8 queries for queries 2 t and 2 t + 1.
+// Whatever a warp can compute faster than it could wait for another, it computes itself.
 #pragma once
 #include "gdn_window.cuh"
 
@@ -18,8 +18,8 @@ DEVICE u32 split_bf16(float& low, float& high) {
     return word;
 }
 
-// High half of a number for the matrix unit's tf32 products. One bit less than these keep: of a number cut where tf32 is
-// cut anyway, the assembler would pass the whole one, and spend an instruction on moving it next to its neighbours.
+// High half of a number for the matrix unit's tf32 products. One bit less than these keep: of a number cut where tf32
+// is cut anyway, the assembler would pass the whole one, and spend an instruction on moving it next to its neighbours.
 DEVICE float high_half(float value) { return bits_to_float(float_to_bits(value) & 0xffffc000u); }
 
 // `index` times `stride` elements behind `base`; neither is negative.
@@ -34,7 +34,8 @@ DEVICE void load_words(const void* from, u32 (&words)[LANE_COLUMNS / 2]) {
 
 // ---------------------------------------------------------------------------------------------------- the history
 
-// The warp's 16 values of u of every history token and plane lie in two chunks of 8, which swap places in every other four
+// The warp's 16 values of u of every history token and plane lie in two chunks of 8, which swap places in every other
+// four
 // tokens: so eight tokens' chunks are in different banks.
 constexpr int U_ROWS = U_PLANES * HISTORY_ROWS;
 DEVICE int u_offset(int token, int plane, int chunk) {
@@ -55,8 +56,8 @@ DEVICE void load_u(u32 (&words)[4], const u16* u, u32 of_lane, int plane, int m)
                                   u + u_offset(token < HISTORY_ROWS ? token : HISTORY_ROWS - 1, plane, lane / 8 & 1));
 }
 
-// sum += u of 16 tokens . their coefficients: value[n] are those of query g of tile n and tokens 2 t, the next, and 8 further
-// on. u is exact; the coefficients keep 24 bits with its high half, and 16 with its low one.
+// sum += u of 16 tokens . their coefficients: value[n] are those of query g of tile n and tokens 2 t, the next, and 8
+// further on. u is exact; the coefficients keep 24 bits with its high half, and 16 with its low one.
 template <int TILES>
 DEVICE void add_history(float (&sum)[TILES][4], float (&value)[TILES][4], const u16* u, u32 u_lane, int m) {
     u32 a[U_PLANES][4];
@@ -103,8 +104,8 @@ struct FoldedU {
 };
 
 // Folds the history into the warp's 16 rows, stores them, and passes what is stored on: consume(block, s0, s1) gets the
-// lane's LANE_COLUMNS values of rows g and g + 8 in a block of BLOCK_COLUMNS. `tokens` are the rows k of the history, zero
-// beyond it. UNROLL blocks are worked on at a time.
+// lane's LANE_COLUMNS values of rows g and g + 8 in a block of BLOCK_COLUMNS. `tokens` are the rows k of the history,
+// zero beyond it. UNROLL blocks are worked on at a time.
 template <int UNROLL, class Consume>
 DEVICE void fold_rows(const state_t* tile, state_t* global, bool has_state, float decay, const FoldedU& u,
                       const activation_t* tokens, const Consume& consume) {
@@ -126,8 +127,8 @@ DEVICE void fold_rows(const state_t* tile, state_t* global, bool has_state, floa
             s0[i] = has_state ? decay * s0[i] : 0.f, s1[i] = has_state ? decay * s1[i] : 0.f;
 #pragma unroll
         for (int m = 0; m < HISTORY_TILES; m++) {
-            // Accumulator columns 2 t and 2 t + 1 must be the lane's own state columns, so column g of the second operand
-            // is one of those that lane g / 2 owns.
+            // Accumulator columns 2 t and 2 t + 1 must be the lane's own state columns, so column g of the second
+            // operand is one of those that lane g / 2 owns.
             u32 words[4][LANE_COLUMNS / 2];
 #pragma unroll
             for (int i = 0; i < 4; i++) {

@@ -1,10 +1,11 @@
-// What the decode and the window kernel of Gated DeltaNet do alike with a row that has no window for them, and for a later
-// row.
+// What the decode and the window kernel of Gated DeltaNet do alike with a row that has no window for them, and for a
+// later row.
 #pragma once
 #include "gdn_window.cuh"
 
-// The block's part of a row without work (zeros, and its error bits raised), or of a prefill row, which goes token by token
-// unless `skip_prefill` leaves it to gdn_prefill.cu. `from`, `to`: that part of the checkpoint; `position`: of its tiles.
+// The block's part of a row without work (zeros, and its error bits raised), or of a prefill row, which goes token by
+// token unless `skip_prefill` leaves it to gdn_prefill.cu. `from`, `to`: that part of the checkpoint; `position`: of
+// its tiles.
 DEVICE void finish_other_row(const Row& row, bool skip_prefill, const SerialInputs& inputs, const state_t* from, state_t* to,
                              int* position, activation_t* output, int* error_flag) {
     if (!row.active) {

@@ -1,5 +1,5 @@
-// Gated DeltaNet token by token. BASELINE: the plain kernel that every comparison starts from: it rewrites the state for
-// one new token, and stores a snapshot after each of several. Otherwise the serial-exact mode of the replay state.
+// Gated DeltaNet token by token. BASELINE: the plain kernel that every comparison starts from: it rewrites the state
+// for one new token, and stores a snapshot after each of several. Otherwise the serial-exact mode of the replay state.
 #include "gdn_window.cuh"
 
 constexpr int PASS_ROWS = CTA_ROWS % 16 == 0 && COLUMNS <= 128 ? 16 : 8;

@@ -72,9 +72,9 @@ DEVICE void serial_decay(float (&s)[N][SERIAL_COLUMNS], float decay) {
         for (int i = 0; i < SERIAL_COLUMNS; i++) s[r][i] = multiply(decay, s[r][i]);
 }
 
-// Rows first .. first + N of the block: the history, then the window, writing o of every window token, and u to the ring
-// if `ring_u` is not null (token p at entry p % RING_LEN). An output reads the state before it is rounded. ROUNDED: round
-// after every history token, and after every window token of a row that is no prefill.
+// Rows first .. first + N of the block: the history, then the window, writing o of every window token, and u to the
+// ring if `ring_u` is not null (token p at entry p % RING_LEN). An output reads the state before it is rounded.
+// ROUNDED: round after every history token, and after every window token of a row that is no prefill.
 template <int N, bool ROUNDED>
 DEVICE void serial_rows(const SerialInputs& in, const Row& row, int first, const state_t* from,
                         const SerialStores& stores, activation_t* output, ring_u_t* ring_u) {

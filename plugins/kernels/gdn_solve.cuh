@@ -74,8 +74,8 @@ DEVICE void write_window_matrices(WindowMatrices& matrices, const activation_t* 
     }
 }
 
-// d += a . the transposed tile of 8 tokens (rows) and queries `from` of `matrix`, both as high and low tf32 halves. a[i]
-// belongs to row g + 8 (i % 2) and query 2 t + i / 2. Rows behind the matrix repeat its last.
+// d += a . the transposed tile of 8 tokens (rows) and queries `from` of `matrix`, both as high and low tf32 halves.
+// a[i] belongs to row g + 8 (i % 2) and query 2 t + i / 2. Rows behind the matrix repeat its last.
 DEVICE void mix(float (&d)[4], const float (&a)[4], const float* matrix, int tokens, int from) {
     const int lane = threadIdx.x % 32, token = tokens * 8 + lane / 4, t = lane % 4;
     const float2 b = *(const float2*)(matrix + (token < MAX_WINDOW ? token : MAX_WINDOW - 1) * WindowMatrices::SIZE +
@@ -104,8 +104,8 @@ struct Results {
     bool rows_exist;
 };
 
-// u and output of a single token. `sum` is what q (lanes 0 and 1 of four) and k (2 and 3) read, values are v, and `score`
-// is k . q.
+// u and output of a single token. `sum` is what q (lanes 0 and 1 of four) and k (2 and 3) read, values are v, and
+// `score` is k . q.
 DEVICE void finish_token(const float (&sum)[QUERY_TILES][4], const float (&values)[4], float beta, float score,
                          const Results& to) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

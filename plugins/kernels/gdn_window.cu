@@ -1,13 +1,13 @@
-// Gated DeltaNet over a replayed history: decode and verify windows of up to MAX_WINDOW tokens, and longer (prefill) rows
-// token by token. A thread block works for one row of the batch, on as many parts of its state, CTA_ROWS rows of a value
-// head each, as the grid is short of: all parts share a key head, and so the ring's k and the window's q and k. What these
-// say is computed once; then every warp runs through its 16 rows of part after part on its own, while the copies of the
-// next STAGES parts are under way. What depends on the window alone is solved once per head: two small matrices turn
-// what the state and the history say into the window's u and outputs. See plugins/reference/gdn.py.
+// Gated DeltaNet over a replayed history: decode and verify windows of up to MAX_WINDOW tokens, and longer (prefill)
+// rows token by token. A thread block works for one row of the batch, on as many parts of its state, CTA_ROWS rows of a
+// value head each, as the grid is short of: all parts share a key head, and so the ring's k and the window's q and k.
+// What these say is computed once; then every warp runs through its 16 rows of part after part on its own, while the
+// copies of the next STAGES parts are under way. What depends on the window alone is solved once per head: two small
+// matrices turn what the state and the history say into the window's u and outputs. See plugins/reference/gdn.py.
 //
 // Stamped in: NUM_K_HEADS, NUM_V_HEADS, HEAD_K_DIM, HEAD_V_DIM, ROW_TILES, CTA_ROWS, MAX_PARTS, STAGES,
-// U_REPLACES_QUERIES, BUFFER_LEN, MAX_WINDOW, STATE_FORMAT, ACTIVATION_FORMAT, U_PLANES, BULK_COPY, MIN_CTAS, SHARED_BYTES.
-// (AHEAD_ROWS is not used: blocks wait for their rings too seldom to ask for later ones.)
+// U_REPLACES_QUERIES, BUFFER_LEN, MAX_WINDOW, STATE_FORMAT, ACTIVATION_FORMAT, U_PLANES, BULK_COPY, MIN_CTAS,
+// SHARED_BYTES. (AHEAD_ROWS is not used: blocks wait for their rings too seldom to ask for later ones.)
 #include "gdn_parameters.cuh"
 #include "gdn_rows.cuh"
 #include "gdn_solve.cuh"
@@ -23,8 +23,8 @@ static_assert(HEADS_PER_GROUP % BLOCK_HEADS == 0, "a block's parts share a key h
 // Where a block has two warps for each head, one computes what the window has in itself and one what the history says.
 constexpr bool SHARED_WORK = MAX_WINDOW > 1 && 2 * BLOCK_HEADS <= WARPS;
 
-// U_REPLACES_QUERIES: where the warps keep their queries, the place of the window's q and k is needed no longer when they
-// start on the parts, and becomes that of u.
+// U_REPLACES_QUERIES: where the warps keep their queries, the place of the window's q and k is needed no longer when
+// they start on the parts, and becomes that of u.
 constexpr int QUERY_ELEMENTS = QUERIES * TOKEN_STRIDE, U_ELEMENTS = WARPS * U_ROWS * 16;
 
 // What the history's u are multiplied by, of all heads, takes the place of its k, unless that is folded.
@@ -137,8 +137,8 @@ gdn_window(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
 
     wait_for_previous_grid();
     let_next_grid_start();
-    // All that is known before the slot, then all that the slot tells, then the first parts: nothing here waits for more
-    // than the row's slot. A fresh sequence ignores the state.
+    // All that is known before the slot, then all that the slot tells, then the first parts: nothing here waits for
+    // more than the row's slot. A fresh sequence ignores the state.
     const int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
     const int start = window_starts[blockIdx.y], window_length = window_lens[blockIdx.y];
     // Heads that the warp prepares: every WARPS-th.
@@ -180,8 +180,8 @@ gdn_window(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
         raw[s] = make_uint4(0, 0, 0, 0);
         if (valid) raw[s] = *(const uint4*)advance(from, start + w, is_q ? q_stride : k_stride);
     }
-    // v, which the warps ask for late, when registers are free, shall then be near: all parts' where the window's matrices
-    // are worked out beside the history's scores.
+    // v, which the warps ask for late, when registers are free, shall then be near: all parts' where the window's
+    // matrices are worked out beside the history's scores.
     if (warp == WARPS - 1 && lane < copied)
         for (u32 row = 0; row < (SHARED_WORK && MAX_PARTS > 1 ? parts : 1) * CTA_ROWS; row += 64)
             prefetch_line(advance(v + (first_part * CTA_ROWS + row), start + lane, v_stride));

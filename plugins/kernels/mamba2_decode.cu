@@ -1,7 +1,7 @@
 // Mamba2, one new token per row (MAX_WINDOW 1): mamba2_window.cu with everything laid out for a single query. The state
 // product runs on the plain arithmetic units, eight lanes a row, so that shared memory is read without bank conflicts;
-// what a warp needs besides the tile it fetches itself, so that the block meets at one barrier. Prefill rows as there. One
-// thread block per (row of the batch, head, CTA_ROWS rows of the state).
+// what a warp needs besides the tile it fetches itself, so that the block meets at one barrier. Prefill rows as there.
+// One thread block per (row of the batch, head, CTA_ROWS rows of the state).
 //
 // Stamped in: as for mamba2_window.cu.
 #define HEADS NHEADS
@@ -98,7 +98,8 @@ struct History {
     }
 };
 
-// Element (row, column) of the folded B; columns in 8s are not torn apart. Rows 2 t and the next lie in banks of their own.
+// Element (row, column) of the folded B; columns in 8s are not torn apart. Rows 2 t and the next lie in banks of their
+// own.
 DEVICE int folded_at(int row, int column) {
     return row * FOLDED_STRIDE + (SWIZZLED ? column ^ (row / 2 % 4 * 16) : column);
 }

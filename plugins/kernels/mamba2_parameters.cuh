@@ -1,5 +1,5 @@
-// The parameters of the decode, window and prefill kernels of Mamba2: inputs, int32 scalars, outputs, as TensorRT plugins
-// demand. tests/plugins/emulation reads them from here.
+// The parameters of the decode, window and prefill kernels of Mamba2: inputs, int32 scalars, outputs, as TensorRT
+// plugins demand. tests/plugins/emulation reads them from here.
 #pragma once
 
 // x [T, H, P], dt [T, H], B and C [T, G, N]: the last dimension is dense, tokens are *_stride elements apart. A_log, D,

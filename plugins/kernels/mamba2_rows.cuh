@@ -2,8 +2,9 @@
 #pragma once
 #include "mamba2_serial.cuh"
 
-// A row without work (zeros, and its error bits raised), or a prefill row, which goes token by token unless `skip_prefill`
-// leaves it to mamba2_prefill.cu. Waits for the block's copies first. `from`, `to`: the block's part of the checkpoint;
+// A row without work (zeros, and its error bits raised), or a prefill row, which goes token by token unless
+// `skip_prefill` leaves it to mamba2_prefill.cu. Waits for the block's copies first. `from`, `to`: the block's part of
+// the checkpoint;
 // `position`: of its tiles.
 DEVICE void finish_other_row(const Row& row, bool has_slot, u64* barrier, bool skip_prefill, const SerialInputs& inputs,
                              const state_t* from, state_t* to, int* position, activation_t* output, int* error_flag) {

@@ -1,6 +1,6 @@
-// Mamba2 token by token. BASELINE: the plain kernel that every comparison starts from: it rewrites the state for one new
-// token, and stores a snapshot after each of several. Otherwise the serial-exact mode of the replay state, whose outputs
-// are bit-equal to the baseline's. See plugins/reference/recurrent.py.
+// Mamba2 token by token. BASELINE: the plain kernel that every comparison starts from: it rewrites the state for one
+// new token, and stores a snapshot after each of several. Otherwise the serial-exact mode of the replay state, whose
+// outputs are bit-equal to the baseline's. See plugins/reference/recurrent.py.
 #define HEADS NHEADS
 #define GROUPS NGROUPS
 #define ROWS HEADDIM

@@ -13,8 +13,8 @@
 #include "mamba2_rows.cuh"
 
 constexpr int QUERY_TILES = WINDOW_ROWS / 8;
-// Rows of tokens in shared memory: row k of the history is the token HISTORY_ROWS - k before the window, so that its ring
-// entry does not depend on the checkpoint position; then the window. What is neither is zero.
+// Rows of tokens in shared memory: row k of the history is the token HISTORY_ROWS - k before the window, so that its
+// ring entry does not depend on the checkpoint position; then the window. What is neither is zero.
 constexpr int TOKEN_ROWS = HISTORY_ROWS + WINDOW_ROWS;
 constexpr int COEFFICIENT_STRIDE = TOKEN_ROWS + 4;
 

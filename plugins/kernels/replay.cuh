@@ -31,8 +31,8 @@ constexpr int VALUE_STRIDE = PADDED_ROWS + 8;
 // Consecutive columns that one lane takes from a row: 16 bytes where the row is long enough.
 constexpr int LANE_COLUMNS = (STATE_FORMAT == FORMAT_FP32 || COLUMNS % 32) ? 4 : 8;
 constexpr int BLOCK_COLUMNS = 4 * LANE_COLUMNS;
-// Blocks of columns that a fold works on at once. H200, super120b fp32, batch 256, every row flushing: decode 581 us at 1,
-// 575 at 2; verify of 5 598 at 1, 590 at 2, 616 at 4 (spills). Elsewhere registers are too few for two.
+// Blocks of columns that a fold works on at once. H200, super120b fp32, batch 256, every row flushing: decode 581 us at
+// 1, 575 at 2; verify of 5 598 at 1, 590 at 2, 616 at 4 (spills). Elsewhere registers are too few for two.
 constexpr int FOLD_UNROLL = STATE_FORMAT == FORMAT_FP32 && MAX_WINDOW <= 8 && HISTORY_ROWS <= 16 ? 2 : 1;
 
 static_assert(MAX_HISTORY <= 32 && MAX_WINDOW <= 16, "one warp scans the history; two query tiles hold a window");
@@ -58,7 +58,8 @@ DEVICE Block this_block() {
             part == 0 && head % HEADS_PER_GROUP == 0};
 }
 
-// body(i) for every i < TOTAL, spread over the block's threads in a fixed number of steps without branches between them.
+// body(i) for every i < TOTAL, spread over the block's threads in a fixed number of steps without branches between
+// them.
 template <int TOTAL, class Body>
 DEVICE void spread(const Body& body) {
 #pragma unroll
@@ -111,8 +112,8 @@ DEVICE void tile_copy_wait(u64* barrier) {
 // ------------------------------------------------------------------------------------------------ looking ahead
 
 // A block's reads depend on each other (slot, checkpoint position, ring) and on memory's latency; while its last warp
-// waits for its own, it asks for those of the block that does the same part of the row AHEAD_ROWS further on, which will
-// then find them in the second-level cache. Nothing is computed from them here. AHEAD_ROWS 0 switches it off.
+// waits for its own, it asks for those of the block that does the same part of the row AHEAD_ROWS further on, which
+// will then find them in the second-level cache. Nothing is computed from them here. AHEAD_ROWS 0 switches it off.
 struct LaterRow {
     int slot, seq_len;
     bool exists;  // in this thread's view: only the last warp looks ahead
@@ -190,8 +191,8 @@ DEVICE void load_query_columns(const activation_t* from, u32 (&pairs)[LANE_COLUM
 
 // ------------------------------------------------------------------------------------------------ matrix steps
 
-// Products of the warp's 16 state rows and all queries. Four sums each (high and low halves of fp32 states, even and odd
-// steps) keep the matrix unit's latency hidden; `value` adds them in one order.
+// Products of the warp's 16 state rows and all queries. Four sums each (high and low halves of fp32 states, even and
+// odd steps) keep the matrix unit's latency hidden; `value` adds them in one order.
 template <int TILES>
 struct Products {
     float high[TILES][2][4], low[TILES][2][4];
@@ -207,8 +208,8 @@ struct Products {
     }
 };
 
-// Adds the part of the lane's columns. A k-step of the matrix unit takes any pairing of columns to its slots, as long as
-// both operands use the same one: lane t holds LANE_COLUMNS neighbouring columns and feeds two of them per step.
+// Adds the part of the lane's columns. A k-step of the matrix unit takes any pairing of columns to its slots, as long
+// as both operands use the same one: lane t holds LANE_COLUMNS neighbouring columns and feeds two of them per step.
 template <int TILES>
 DEVICE void dot_columns(Products<TILES>& products, const float (&s0)[LANE_COLUMNS], const float (&s1)[LANE_COLUMNS],
                         const activation_t* const (&query)[TILES], int column) {
@@ -257,10 +258,11 @@ struct SharedTokens {
     }
 };
 
-// Folds the history into the warp's 16 rows, stores them, and passes what is stored on: consume(column, s0, s1) gets the
-// lane's LANE_COLUMNS values of rows g and g + 8 in the block of columns that starts at `column`.
+// Folds the history into the warp's 16 rows, stores them, and passes what is stored on: consume(column, s0, s1) gets
+// the lane's LANE_COLUMNS values of rows g and g + 8 in the block of columns that starts at `column`.
 // values[k] are the coefficients of the rank-1 updates of history block k in the layout of mma_tf32's first operand,
-// where slot t is token 2 t and slot t + 4 is token 2 t + 1; `tokens` gives the rows of the history, as SharedTokens does.
+// where slot t is token 2 t and slot t + 4 is token 2 t + 1; `tokens` gives the rows of the history, as SharedTokens
+// does.
 template <class Tokens, class Consume>
 DEVICE void fold_tile(const state_t* tile, state_t* global, bool has_state, float decay,
                       const float (&values)[HISTORY_BLOCKS][4], const Tokens& tokens, const Consume& consume) {

@@ -1,5 +1,5 @@
-// Token by token with the state in registers: what prefill rows of the window kernels, the baseline and the serial-exact
-// mode share. A warp holds whole rows of the state, each lane some columns of all of them.
+// Token by token with the state in registers: what prefill rows of the window kernels, the baseline and the
+// serial-exact mode share. A warp holds whole rows of the state, each lane some columns of all of them.
 #pragma once
 #include "replay.cuh"
 
@@ -97,8 +97,8 @@ DEVICE void serial_begin(const Row& row, const state_t* from, float (&s)[N][SERI
 }
 
 // Where a row's states go. checkpoint: stored there after `store_after` window tokens (-1: never). snapshots: after
-// every window token, `snapshot_stride` elements apart, unless null. exact: where the checkpoint goes as it is, in fp32,
-// instead. scales_in: of the rows that an fp8 checkpoint starts from.
+// every window token, `snapshot_stride` elements apart, unless null. exact: where the checkpoint goes as it is, in
+// fp32, instead. scales_in: of the rows that an fp8 checkpoint starts from.
 struct SerialStores {
     state_t* checkpoint;
     int store_after;

@@ -1,5 +1,5 @@
-// How a checkpoint's numbers are stored and rounded (plugins/contract.py, "State formats"). The operator's source defines
-// COLUMNS; the build stamps in STATE_FORMAT and, where rounding is stochastic, STOCHASTIC.
+// How a checkpoint's numbers are stored and rounded (plugins/contract.py, "State formats"). The operator's source
+// defines COLUMNS; the build stamps in STATE_FORMAT and, where rounding is stochastic, STOCHASTIC.
 #pragma once
 #include "formats.cuh"
 
@@ -73,8 +73,8 @@ DEVICE void philox(u32 (&words)[4], u32 seed) {
     }
 }
 
-// Random bits of 16 elements of `row`: columns `column` + 0 to 3, + 16 to 19, + 32 to 35 and + 48 to 51, where column % 64
-// is 0, 4, 8 or 12.
+// Random bits of 16 elements of `row`: columns `column` + 0 to 3, + 16 to 19, + 32 to 35 and + 48 to 51, where column %
+// 64 is 0, 4, 8 or 12.
 DEVICE void random_words(u32 (&words)[4], const RoundingKey& key, int row, int column) {
     constexpr int GROUPS_PER_ROW = 4 * ((COLUMNS + 63) / 64);
     words[0] = (u32)(row * GROUPS_PER_ROW + 4 * (column / 64) + column % 16 / 4);
@@ -88,9 +88,9 @@ DEVICE u32 random_bits(const u32 (&words)[4], int i) {
     return i % 4 == 2 ? word : shift_left(word, i % 4 ? 8 : 16);
 }
 
-// A number that float_to_state keeps: `value` rounded up or down with 16 random bits. Scaled so that fp32 has the format's
-// exponents, its bits are a count of the format's finest steps, subnormal or not: adding to them and cutting them off is
-// all there is to it. Of fp8, a value that its row's scale divides already.
+// A number that float_to_state keeps: `value` rounded up or down with 16 random bits. Scaled so that fp32 has the
+// format's exponents, its bits are a count of the format's finest steps, subnormal or not: adding to them and cutting
+// them off is all there is to it. Of fp8, a value that its row's scale divides already.
 DEVICE float round_stochastic(float value, u32 random) {
     if constexpr (STATE_FORMAT == FORMAT_FP32) return value;
     constexpr bool WIDE = STATE_FORMAT == FORMAT_BF16, BYTE = STATE_FORMAT == FORMAT_FP8;
