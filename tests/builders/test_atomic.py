@@ -83,6 +83,21 @@ def test_overwrite(tmp_path, monkeypatch, exchange):
     assert leftovers(tmp_path) == []
 
 
+def test_everything_is_on_disk_before_it_appears(tmp_path, monkeypatch):
+    """A power cut behind the rename must find the content: files and folders are synchronised first, then renamed."""
+    target, synced = tmp_path / "engine", []
+    fsync = atomic.fsync_path
+
+    def record(path):
+        synced.append((path.name, target.exists()))
+        fsync(path)
+
+    monkeypatch.setattr(atomic, "fsync_path", record)
+    write(target)
+    assert {"file", "sub"} <= {name for name, appeared in synced if not appeared}
+    assert synced[-1] == (tmp_path.name, True), "the rename itself, last"
+
+
 def test_what_is_never_replaced(tmp_path):
     precious = tmp_path / "home"
     precious.mkdir()

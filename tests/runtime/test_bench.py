@@ -12,6 +12,7 @@ from replayssm.runtime.bench_compare import compare, plot, read_report
 from replayssm.runtime.bench_data import Sample, random_samples, read_dataset
 from replayssm.runtime.bench_report import make_report, percentiles, text_report
 from replayssm.runtime.bench_run import Record, run_samples
+from replayssm.runtime.engine import Engine
 from replayssm.runtime.generation import generate
 from replayssm.runtime.scheduler import Scheduler
 from replayssm.runtime.session import Session
@@ -108,13 +109,24 @@ def test_percentiles():
 
 
 @pytest.fixture
-def report(tiny_engine, tmp_path):
-    """A report over two hand-made records: 2 tokens in 2 s and 9 tokens in 8 s, 4 iterations of 3 drafts."""
+def make(tiny_engine, tmp_path):
+    """Makes a report over two hand-made records: 2 tokens in 2 s and 9 tokens in 8 s, 4 iterations of 3 drafts."""
     scheduler = Scheduler(Session(tiny_engine("nano"), slots=2), NgramDrafter())
     records = [Record(0, 10, [1] * 2, 100.0, 101.0, 102.0, 2), Record(1, 30, [1] * 9, 102.0, 106.0, 110.0, 4)]
-    return make_report(
-        scheduler, records, draft="ngram", streaming=True, dataset=tmp_path / "data", memory_fraction=0.5
-    )
+    options = {"draft": "ngram", "streaming": True, "dataset": tmp_path / "data", "memory_fraction": 0.5}
+    return lambda: make_report(scheduler, records, **options)
+
+
+@pytest.fixture
+def report(make):
+    return make()
+
+
+def test_throughput_of_a_gpu_is_its_share(make, monkeypatch):
+    monkeypatch.setattr(Engine, "ranks", 2)
+    performance = make()["performance"]
+    assert performance["output_throughput_per_gpu_tok_s"] == pytest.approx(11 / 10 / 2)
+    assert performance["system_output_throughput_tok_s"] == pytest.approx(11 / 10)
 
 
 def test_definitions(report):

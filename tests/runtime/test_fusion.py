@@ -129,6 +129,17 @@ def test_an_intermediate_with_another_reader_is_not_swallowed():
     assert_is_straight_line_code(kept, nodes)
 
 
+def test_queries_and_keys_share_a_launch_only_where_they_are_turned_alike():
+    network = build_networks(published("qwen4b"), mtp=False).main
+    assert "norm_ropes" in {node.op for node in fusion.fuse(network, network.nodes)}
+    ropes = [node for node in network.nodes if node.op == "rope"]
+    for node in ropes[::2]:
+        node.attributes["theta"] *= 2
+    nodes = fusion.fuse(network, network.nodes)
+    assert Counter(node.op for node in nodes)["norm_rope"] == len(ropes), "each on its own"
+    assert "norm_ropes" not in {node.op for node in nodes}
+
+
 def test_joined_weights_are_kept_once_and_shared(tiny_checkpoint):
     checkpoint = Checkpoint.open(tiny_checkpoint("qwen"))
     traced = build_networks(checkpoint.config, checkpoint.module_format, "float64")
