@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -311,11 +312,14 @@ def test_text_stop_strings_and_callbacks(tiny_engine):
 
 def test_lengths_and_timing(tiny_engine):
     session = Session(tiny_engine("nano"), slots=2)
+    begin = time.monotonic()
     short, long = generate(session, random_prompts(390, 10), 30, eos_token_ids=())
+    elapsed = time.monotonic() - begin
     assert len(short.token_ids) == 10
     assert short.finish_reason == "length"
     assert len(long.token_ids) == 30
     assert long.timing["prefill_s"] > 0
+    assert long.timing["prefill_s"] + long.timing["decode_s"] <= elapsed, "one begins where the other ends"
     assert long.timing["tokens_per_s"] == pytest.approx(29 / long.timing["decode_s"])
     one = generate(session, random_prompts(10), 1, eos_token_ids=())[0]
     assert (one.acceptance_length, one.timing["tokens_per_s"]) == (None, None)
