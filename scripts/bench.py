@@ -15,6 +15,7 @@ from replayssm.scripts.config_file import apply_config
 from replayssm.scripts.draft_options import DRAFT_NAMES, scheduled_draft_options
 from replayssm.scripts.files import check_writable, write_lines
 from replayssm.scripts.help_groups import GroupedCommand, OrderedGroup
+from replayssm.scripts.number_types import FiniteRange
 from replayssm.scripts.parallel_option import tensor_parallel_option
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -70,7 +71,7 @@ _MEMORY = click.option(
     "free_gpu_memory_fraction",
     default=0.9,
     show_default=True,
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FiniteRange(0, 1, min_open=True),
     help="Share of the device's free memory that state and attention cache may take.",
 )
 
@@ -148,6 +149,10 @@ def _run(
     serving.check_draft_options(*drafts)
     loaded = rank_engine(Engine.load(engine), 0, options["tensor_parallel_size"])
     loaded = serving.with_max_seq_len(loaded, options["max_seq_len"])
+    if not -1 <= options["eos_id"] < loaded.vocab_size:
+        raise ValueError(
+            f"eos_id must be a token id below the engine's {loaded.vocab_size}, or -1, got {options['eos_id']}"
+        )
     check_writable(report_json, *(options[name] for name in ("output_json", "request_json", "iteration_log")))
     samples = read_dataset(dataset, _LazyTokenizer(loaded), options["num_requests"])
     if len(samples) < options["num_requests"]:
@@ -291,7 +296,7 @@ def _lengths(kind: type, **helps: str) -> Callable[[Callable], Callable]:
 
 @prepare_dataset.command("token-norm-dist")
 @_COUNT
-@_lengths(click.FloatRange, mean="Mean of the", stdev="Standard deviation of the")
+@_lengths(FiniteRange, mean="Mean of the", stdev="Standard deviation of the")
 @click.pass_obj
 def token_norm_dist(options: dict[str, Any], num_requests: int, **lengths: float) -> None:
     """Random tokens, lengths from normal distributions."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from replayssm.plugins.geometry import MAX_HISTORY
+from replayssm.scripts.number_types import Size
 
 
 @click.command("export-trtllm")
@@ -40,17 +41,16 @@ from replayssm.plugins.geometry import MAX_HISTORY
     type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Format of the state pool.  [default: what the model's config says, else float32]",
 )
-@click.option("--memory", default="139GiB", show_default=True, help="Memory of one GPU.")
+@click.option("--memory", type=Size(), default="139GiB", show_default=True, help="Memory of one GPU.")
 @click.option("--overwrite", is_flag=True, help="Replace what an earlier export wrote at the output.")
-def export_trtllm(checkpoint: Path, output: Path, memory: str, **options) -> None:
+def export_trtllm(checkpoint: Path, output: Path, memory: int, **options) -> None:
     """Write a checkpoint as TensorRT-LLM loads it, and how to serve it with replay.
 
     Takes what `replayssm quantize` or modelopt wrote, or unquantized weights. Shards become hard links where possible.
     """
     from replayssm.builders.export_trtllm import CONFIG_NAME, GUIDE_NAME, ExportOptions, export_trtllm
-    from replayssm.builders.inspection import parse_size
 
-    made = export_trtllm(checkpoint, output, ExportOptions(memory_bytes=parse_size(memory), **options))
+    made = export_trtllm(checkpoint, output, ExportOptions(memory_bytes=memory, **options))
     traffic, step = made.inspection.traffic, made.step
     click.echo(f"{made.directory}: checkpoint, {CONFIG_NAME} and {GUIDE_NAME}, which says the following.")
     for warning in made.warnings:

@@ -9,6 +9,7 @@ import click
 
 from replayssm.plugins.contract import ReplaySettings
 from replayssm.scripts.format_options import format_options
+from replayssm.scripts.number_types import Size
 
 
 @click.command()
@@ -31,8 +32,10 @@ from replayssm.scripts.format_options import format_options
 @click.option(
     "--max-seq-len", default=4096, show_default=True, help="Tokens held per sequence, for the batch that fits."
 )
-@click.option("--memory", default="139GiB", show_default=True, help="Memory of the GPU, for the batch that fits.")
-@click.option("--reserve", default="6GiB", show_default=True, help="Memory kept back for everything else.")
+@click.option(
+    "--memory", type=Size(), default="139GiB", show_default=True, help="Memory of the GPU, for the batch that fits."
+)
+@click.option("--reserve", type=Size(), default="6GiB", show_default=True, help="Memory kept back for everything else.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def inspect(model: str, as_json: bool, **options) -> None:
     """Show state sizes, memory traffic per token and the batch that fits.
@@ -54,12 +57,12 @@ def _inspect(
     acceptance_length: float | None,
     weights: str,
     max_seq_len: int,
-    memory: str,
-    reserve: str,
+    memory: int,
+    reserve: int,
     **formats,
 ):
     from replayssm.builders.config import PUBLISHED, published, read_config
-    from replayssm.builders.inspection import inspect_model, parse_size
+    from replayssm.builders.inspection import inspect_model
 
     known = model in PUBLISHED or model in PUBLISHED.values()
     if not known and not Path(model).exists():
@@ -75,8 +78,8 @@ def _inspect(
         name=PUBLISHED.get(model, model),
         weights=weights,
         acceptance_length=acceptance_length,
-        memory_bytes=parse_size(memory),
-        reserve_bytes=parse_size(reserve),
+        memory_bytes=memory,
+        reserve_bytes=reserve,
     )
 
 

@@ -12,6 +12,7 @@ import click
 from replayssm.scripts.config_file import apply_config
 from replayssm.scripts.draft_options import DRAFT_NAMES, scheduled_draft_options
 from replayssm.scripts.help_groups import GroupedCommand
+from replayssm.scripts.number_types import FiniteRange
 from replayssm.scripts.parallel_option import tensor_parallel_option
 
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -72,7 +73,7 @@ GROUPS = {
     "--kv-cache-free-gpu-memory-fraction",
     default=0.9,
     show_default=True,
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FiniteRange(0, 1, min_open=True),
     help="Share of the device's free memory that state and attention cache may take.",
 )
 @scheduled_draft_options
@@ -103,7 +104,7 @@ GROUPS = {
 )
 @click.option(
     "--request-timeout",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     help="Seconds for a request, waiting included.  [default: no limit]",
 )
 @click.option(

@@ -116,6 +116,8 @@ def test_bad_input(engine, tmp_path):
         (("--dataset", data, "--draft", "ngram", "--draft-len", 9), "error: --draft-len must be between 1"),
         (("--dataset", data, "--draft-sampling"), "--draft-sampling means nothing without drafts"),
         (("--dataset", data, "--warmup", -1), "Invalid value for '--warmup'"),
+        (("--dataset", data, "--kv-cache-free-gpu-mem-fraction", "nan"), "'nan' is not a finite number"),
+        (("--dataset", data, "--eos-id", 99999), "error: --eos-id must be a token id below the engine's "),
         (("--dataset", data, "--max-num-tokens", 9), "error: --max-num-tokens 9 is less"),
         (("--dataset", data, "--report-json", "/proc/a"), "cannot write /proc/a: "),
         (("--dataset", data, "--iteration-log", "/proc/a"), "cannot write /proc/a: "),

@@ -50,7 +50,7 @@ def test_config_file_is_accepted(tmp_path) -> None:
     ("arguments", "message"),
     [
         (("no-such-model",), "neither a path nor a published model"),
-        (("qwen4b", "--memory", "much"), "is not a size"),
+        (("qwen4b", "--memory", "much"), "Invalid value for '--memory': 'much' is not a size"),
         (("qwen4b", "--buffer-len", "-1"), "--buffer-len must be an integer between 0 and 4096, got -1"),
         (("qwen4b", "--buffer-len", "1000000000"), "between 0 and 4096, got 1000000000"),
         (("qwen4b", "--buffer-len", "9" * 400), "got 99999999999999999999... (400 characters)"),
