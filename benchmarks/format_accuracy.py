@@ -53,6 +53,7 @@ FORMATS = (
     StateFormat("float32", False, "nvfp4"),
     StateFormat("bfloat16"),
     StateFormat("bfloat16", True),
+    StateFormat("float16", True, "nvfp4", "readout", ((0, "float8"),)),  # the layer that `calibrate --by-layer` finds
 )
 
 PREFILL_TOKENS = 8192  # of a step that reads prompts
@@ -110,6 +111,7 @@ class EngineDecoder:
             state_rounding="stochastic" if form.stochastic else "nearest",
             readout_dtype=form.readout,
             u_source=form.u_source,
+            readout_layers=form.readout_layers,
             rounding_seed=self.seed,
         )
         session = Session(self.model.engine(settings, len(self.prompts)), device=self.device)
@@ -141,6 +143,7 @@ def describe(layout: str, form: StateFormat, args: argparse.Namespace) -> dict[s
         "state_rounding": "stochastic" if form.stochastic else "nearest",
         "readout_dtype": form.readout,
         "u_source": form.u_source,
+        "readout_layers": dict(form.readout_layers),
         "L": BUFFER_LEN,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "commit": args.commit,
@@ -263,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = load_model(str(folder), args.device)
         args.formats = [form for form in args.formats if form.state in STATE_DTYPES]
     if args.layout == "nemotron-h-tiny":
-        args.formats = [form for form in args.formats if form.u_source == "readout"]
+        args.formats = [form for form in args.formats if form.u_source == "readout" and not form.readout_layers]
     for index in args.groups:
         own, new_tokens = GROUPS[index]
         group = [problem for tier in own if tier in tiers for problem in problems[tier]]

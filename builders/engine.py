@@ -15,13 +15,13 @@ from typing import Any
 from replayssm.builders.atomic import atomic_directory, require_apart, require_only
 from replayssm.builders.checkpoint import Checkpoint
 from replayssm.builders.config import ModelConfig, read_json
-from replayssm.builders.inspection import check_u_source
+from replayssm.builders.inspection import check_readout_layers, check_u_source
 from replayssm.builders.models import build_networks
 from replayssm.builders.parameters import WeightRecipe
 from replayssm.builders.targets import tensorrt as tensorrt_target
 from replayssm.builders.targets import torch as torch_target
 from replayssm.builders.targets.tensorrt_layers import load_module
-from replayssm.plugins.contract import ACTIVATION_DTYPES, ELEMENT_BITS, ReplaySettings
+from replayssm.plugins.contract import ACTIVATION_DTYPES, ELEMENT_BITS, RecurrentGeometry, ReplaySettings
 from replayssm.plugins.manifest import (
     MANIFEST_NAME,
     EngineManifest,
@@ -85,6 +85,7 @@ class BuildOptions:
     state_rounding: str = "nearest"
     rounding_seed: int = 0
     u_source: str = "readout"
+    readout_layers: tuple[tuple[int, str], ...] = ()
 
     def limits(self, config: ModelConfig) -> Limits:
         return Limits(self.max_batch_size, config.max_seq_len(self.max_seq_len), self.max_draft_len)
@@ -108,6 +109,7 @@ class BuildOptions:
             state_rounding=self.state_rounding,
             rounding_seed=self.rounding_seed,
             u_source=self.u_source,
+            readout_layers=self.readout_layers,
         )
 
 
@@ -184,10 +186,12 @@ def _is_own_engine(directory: Path) -> bool:
 
 def _check_states(networks: Iterable[Network], replay: ReplaySettings) -> None:
     """Settings that the operators or a layer's state refuse must fail here, not at the first token."""
-    states = [state.geometry for network in networks for state in network.states.values()]
-    check_u_source(states, replay)
-    for geometry in states:
-        allocate_state(geometry, replay, 1, "meta")
+    states = [state for network in networks for state in network.states.values()]
+    check_u_source((state.geometry for state in states), replay)
+    recurrent = [state.number for state in states if isinstance(state.geometry, RecurrentGeometry)]
+    check_readout_layers(recurrent, replay)
+    for state in states:
+        allocate_state(state.geometry, state.settings(replay), 1, "meta")
 
 
 def _check_space(directory: Path, needed: int, place: Path) -> None:

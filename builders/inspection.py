@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,16 @@ def parse_size(text: str) -> int:
 
 def geometries(config: ModelConfig) -> tuple[Geometry, ...]:
     """Geometry of everything in the trunk that keeps state, in execution order."""
-    found: list[Geometry] = []
+    return tuple(geometry for _, geometry in _numbered(config))
+
+
+def _numbered(config: ModelConfig) -> Iterator[tuple[int, Geometry]]:
+    """`geometries` with the numbers of their layers."""
     for layer in config.layers:
         if layer.mixer is not None:
-            found.append(layer.mixer.geometry)
+            yield layer.index, layer.mixer.geometry
             if not isinstance(layer.mixer, AttentionConfig):
-                found.append(layer.mixer.conv)
-    return tuple(found)
+                yield layer.index, layer.mixer.conv
 
 
 def recurrent_geometry(name: str) -> RecurrentGeometry:
@@ -109,8 +112,10 @@ def inspect_model(
     draft_len = settings.max_window - 1
     if acceptance_length is None:
         acceptance_length = 1 + draft_len / 2
-    stateful = geometries(config)
+    numbered = tuple(_numbered(config))
+    layers, stateful = [layer for layer, _ in numbered], [geometry for _, geometry in numbered]
     check_u_source(stateful, settings)
+    check_readout_layers([layer for layer, part in numbered if isinstance(part, RecurrentGeometry)], settings)
     formats = None
     if weights != "checkpoint":
         formats = dict.fromkeys(quantizable_modules(config), WEIGHT_FORMATS[weights])
@@ -118,8 +123,8 @@ def inspect_model(
         model=name,
         layers=dict(Counter(part.kind for layer in config.layers for part in _parts(layer))),
         settings=settings,
-        slot=slot_bytes(stateful, settings),
-        traffic=traffic_per_token(stateful, settings, draft_len, acceptance_length),
+        slot=slot_bytes(stateful, settings, layers),
+        traffic=traffic_per_token(stateful, settings, draft_len, acceptance_length, layers),
         weights=weight_bytes(config, formats),
         draft_len=draft_len,
         acceptance_length=acceptance_length,
@@ -135,6 +140,14 @@ def check_u_source(geometries: Iterable[Geometry], settings: ReplaySettings) -> 
             f"u_source {settings.u_source!r} is for Gated DeltaNet layers, and this model has none: "
             "leave it at 'readout'"
         )
+
+
+def check_readout_layers(recurrent: Collection[int], settings: ReplaySettings) -> None:
+    """ValueError for readouts of layers that are not among the `recurrent` ones of a model."""
+    for layer, _ in settings.readout_layers:
+        if layer not in recurrent:
+            known = ", ".join(map(str, sorted(recurrent)))
+            raise ValueError(f"readout_layers: layer {layer} keeps no recurrent state; layers that do: {known}")
 
 
 def _parts(layer) -> list:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,7 +125,10 @@ class ReplayDecoder:
         zero = torch.zeros(1, dtype=torch.long, device=device)
         self.clock = _Clock(zero, zero.clone(), torch.zeros(rows, 1, device=device), torch.zeros_like(self.start))
         self.layers = [self._layer(block.mixer, rows, capacity) for block in model.blocks]
-        self.recurrent = [layer for layer in self.layers if isinstance(layer, _Mamba2Layer | _GdnLayer)]
+        recurrent = {
+            number: layer for number, layer in enumerate(self.layers) if isinstance(layer, _Mamba2Layer | _GdnLayer)
+        }
+        self.recurrent, self.numbers = list(recurrent.values()), list(recurrent)
         self.saved: list[tuple[Tensor, Tensor]] = []
         self.bits: list[Tensor] = []
 
@@ -183,8 +186,9 @@ class ReplayDecoder:
             layer.core.clear()
         return graph.replay
 
-    def _flush(self, store: Store | None, index: int = 0) -> None:
-        for layer, bits in zip(self.recurrent, self.bits or [None] * len(self.recurrent), strict=True):
+    def _flush(self, stores: Sequence[Store] | None, index: int = 0) -> None:
+        nothing = [None] * len(self.recurrent)
+        for layer, store, bits in zip(self.recurrent, stores or nothing, self.bits or nothing, strict=True):
             layer.core.flush(store, None if bits is None else bits[index])
         self.clock.fill.zero_()
 
@@ -211,15 +215,15 @@ class ReplayDecoder:
         self.clock.position.fill_(self.longest - 1)
         self.clock.fill.zero_()
         self.ids[:, self.longest :] = PAD
-        for layer, bits, (past, S) in zip(self.recurrent, self.bits, self.saved, strict=True):
+        stores = [Store(form.of_layer(number), self.wrap) for number in self.numbers]
+        for layer, store, bits, (past, S) in zip(self.recurrent, stores, self.bits, self.saved, strict=True):
             layer.conv.past.copy_(past)
             layer.core.u_from_checkpoint = form.u_source == "checkpoint"
-            store = Store(form, self.wrap)
             layer.core.start(S, store, bits[0])
         advance = self._program()
         for token in range(self.new_tokens):
             if token and token % BUFFER_LEN == 0:
-                self._flush(store, token // BUFFER_LEN)
+                self._flush(stores, token // BUFFER_LEN)
                 if bool((self.ids[:, self.longest :] == END).any(1).all()):
                     break
             advance()

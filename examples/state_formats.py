@@ -18,18 +18,25 @@ _FP8 = torch.float8_e4m3fn
 
 
 class StateFormat(NamedTuple):
-    """state: float32, bfloat16, float16, float8 or nvfp4. readout, u_source: as in `ReplaySettings`."""
+    """state: float32, bfloat16, float16, float8 or nvfp4. readout, u_source, readout_layers: as in `ReplaySettings`."""
 
     state: str
     stochastic: bool = False
     readout: str = "same"
     u_source: str = "readout"
+    readout_layers: tuple[tuple[int, str], ...] = ()
+
+    def of_layer(self, layer: int) -> StateFormat:
+        """As `ReplaySettings.of_layer`."""
+        readout = dict(self.readout_layers).get(layer, self.readout)
+        return self._replace(readout=readout, readout_layers=())
 
     @property
     def name(self) -> str:
         parts = [self.state, *(["stochastic"] if self.stochastic else [])]
         if self.readout != "same":
             parts += [f"{self.readout} readout", *(["u from checkpoint"] if self.u_source == "checkpoint" else [])]
+        parts += [f"{readout} in layer {layer}" for layer, readout in self.readout_layers]
         return ", ".join(parts)
 
 

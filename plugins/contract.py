@@ -82,7 +82,7 @@ with M = 0x8e008e00 are the pairs of codes (0, 1), (2, 3), (4, 5), (6, 7) as hal
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, TypeGuard, TypeVar
 
 PAD_SLOT_ID = -1
@@ -319,6 +319,8 @@ class ReplaySettings:
     state_rounding: how the checkpoint is rounded, "nearest" or "stochastic".
     rounding_seed: key of the random bits of stochastic rounding, 0 to 2^31 - 1.
     readout_dtype: format of the copy that only outputs read; "same" reads the checkpoint itself.
+    readout_layers: (layer, readout_dtype) of layers whose readout has another format, numbered as in the model. For an
+        engine; a layer's own state has none (`of_layer`).
     u_source: where a Gated DeltaNet token reads the S k of its u, which enters later updates: the "readout", as the
         outputs, or the "checkpoint", which then is read for every token too. Mamba2 has no such product.
     activation_dtype: dtype of x, B, k and of the convolution ring.
@@ -339,6 +341,7 @@ class ReplaySettings:
     state_rounding: str = "nearest"
     rounding_seed: int = 0
     u_source: str = "readout"
+    readout_layers: tuple[tuple[int, str], ...] = ()
 
     def __post_init__(self) -> None:
         _require_positive("ReplaySettings", max_window=self.max_window, max_seq_len=self.max_seq_len)
@@ -363,6 +366,38 @@ class ReplaySettings:
         reason = self._contradiction()
         if reason:
             raise ValueError(reason)
+        object.__setattr__(self, "readout_layers", self._checked_layers())
+
+    def _checked_layers(self) -> tuple[tuple[int, str], ...]:
+        """`readout_layers` in ascending order, whatever kinds of sequences it was given as."""
+        try:
+            pairs = sorted((layer, dtype) for layer, dtype in self.readout_layers)
+        except (TypeError, ValueError):
+            raise ValueError(
+                "ReplaySettings.readout_layers must be pairs of a layer and its readout_dtype, got "
+                f"{_short(self.readout_layers)}"
+            ) from None
+        for layer, dtype in pairs:
+            if not is_integer(layer, 0, MAX_SIZE):
+                raise ValueError(f"ReplaySettings.readout_layers: a layer is a number from 0 on, got {_short(layer)}")
+            try:
+                self._with_readout(dtype)
+            except ValueError as error:
+                raise ValueError(f"readout_layers, layer {layer}: {error}") from None
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError(f"ReplaySettings.readout_layers names a layer twice: {_short(self.readout_layers)}")
+        return tuple(pairs)
+
+    def _with_readout(self, dtype: str) -> ReplaySettings:
+        # Without a copy there is one state that u can be read from.
+        source = "readout" if dtype == "same" else self.u_source
+        return replace(self, readout_dtype=dtype, u_source=source, readout_layers=())
+
+    def of_layer(self, layer: int) -> ReplaySettings:
+        """Settings of one layer's state: with its own `readout_dtype`, without `readout_layers`."""
+        if not self.readout_layers:
+            return self
+        return self._with_readout(dict(self.readout_layers).get(layer, self.readout_dtype))
 
     def _contradiction(self) -> str:
         """Why two settings do not go together, and what to choose; empty if all do."""

@@ -15,7 +15,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from replayssm.plugins.contract import ELEMENT_BITS, MAX_SIZE, Geometry, geometry_from_json, geometry_to_json
+from replayssm.plugins.contract import (
+    ELEMENT_BITS,
+    MAX_SIZE,
+    Geometry,
+    ReplaySettings,
+    geometry_from_json,
+    geometry_to_json,
+)
 
 Dim = int | str
 SYMBOLS = ("T", "B", "R")
@@ -53,6 +60,10 @@ class WeightSpec:
     shape: tuple[int, ...]
 
 
+LAYER_STRIDE = 1 << 20
+"""Between the ranks' numbers of a layer of a divided model, which key the random bits of stochastic rounding."""
+
+
 @dataclass(frozen=True)
 class StateSpec:
     """State that a stateful node reads and writes, allocated by the runtime from its geometry.
@@ -62,6 +73,15 @@ class StateSpec:
 
     geometry: Geometry
     layer: int
+
+    @property
+    def number(self) -> int:
+        """Of the layer in the model, also where this is a part of it."""
+        return self.layer % LAYER_STRIDE
+
+    def settings(self, replay: ReplaySettings) -> ReplaySettings:
+        """What `replay`, of an engine, says of this state."""
+        return replay.of_layer(self.number)
 
 
 @dataclass(frozen=True)

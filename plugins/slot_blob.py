@@ -138,7 +138,7 @@ def _require_slot(name: str, state: LayerState, slot: int) -> None:
 def _description(state: LayerState) -> dict[str, dict[str, Any]]:
     """What must be equal for a blob to fit."""
     settings = asdict(state.settings)
-    del settings["max_seq_len"]
+    del settings["max_seq_len"], settings["readout_layers"]  # the latter is none of a layer's
     return {"geometry": geometry_to_json(state.geometry), "settings": settings}
 
 

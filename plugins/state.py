@@ -97,7 +97,12 @@ def allocate_state(
     device: torch.device | str = "cpu",
     error_flag: torch.Tensor | None = None,
 ) -> LayerState:
-    """Zeroed state for `slots` slots on `device`. A fresh sequence never reads what a slot held before."""
+    """Zeroed state for `slots` slots on `device`. A fresh sequence never reads what a slot held before.
+
+    settings: of the layer (`ReplaySettings.of_layer`).
+    """
+    if settings.readout_layers:
+        raise ValueError("readout_layers are for an engine: a layer's state has settings.of_layer(its number)")
     if isinstance(geometry, GdnGeometry) and settings.serial_exact and settings.u_format != "exact":
         raise ValueError(
             f"serial_exact rebuilds a GDN state from its ring of u, which u_format {settings.u_format!r} rounds: "

@@ -8,7 +8,7 @@ because all four ways of decoding move the same of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from replayssm.plugins.contract import (
@@ -61,14 +61,28 @@ class Traffic:
     replay_speculation: float
 
 
-def slot_bytes(geometries: Iterable[Geometry], settings: ReplaySettings) -> SlotBytes:
-    """Exact size of one slot of the layers `geometries`."""
+def _by_layer(
+    geometries: Iterable[Geometry], settings: ReplaySettings, layers: Iterable[int] | None
+) -> Iterator[tuple[Geometry, ReplaySettings]]:
+    """Each geometry with the settings of its layer."""
+    if layers is None:
+        if settings.readout_layers:
+            raise ValueError("readout_layers need the numbers of the layers that the geometries belong to")
+        return ((geometry, settings) for geometry in geometries)
+    pairs = zip(geometries, layers, strict=True)
+    return ((geometry, settings.of_layer(layer)) for geometry, layer in pairs)
+
+
+def slot_bytes(
+    geometries: Iterable[Geometry], settings: ReplaySettings, layers: Iterable[int] | None = None
+) -> SlotBytes:
+    """Exact size of one slot of the layers `geometries`; `layers` are their numbers, for `settings.readout_layers`."""
     sums = dict.fromkeys(("state", "readout", "ring", "conv", "positions", "snapshots"), 0)
     kv_per_token = 0
-    for geometry in geometries:
-        for part in state_parts(geometry, settings):
+    for geometry, own in _by_layer(geometries, settings, layers):
+        for part in state_parts(geometry, own):
             if isinstance(geometry, AttentionGeometry):
-                kv_per_token += part.nbytes // settings.max_seq_len
+                kv_per_token += part.nbytes // own.max_seq_len
             elif isinstance(geometry, ConvGeometry):
                 sums["conv"] += part.nbytes
             else:
@@ -80,11 +94,16 @@ _PART_GROUPS = {"checkpoint": "state", "checkpoint_scale": "state", "checkpoint_
 
 
 def traffic_per_token(
-    geometries: Iterable[Geometry], settings: ReplaySettings, draft_len: int, acceptance_length: float
+    geometries: Iterable[Geometry],
+    settings: ReplaySettings,
+    draft_len: int,
+    acceptance_length: float,
+    layers: Iterable[int] | None = None,
 ) -> Traffic:
     """Traffic of plain and replay decode, and of verifying `draft_len` drafts with either form of state.
 
     acceptance_length: mean tokens that one verify call yields, the bonus token included (1 <= it <= 1 + draft_len).
+    layers: as in `slot_bytes`.
     The rings in use are desynchronised, so a decode step sees every fill level equally often. Snapshot speculation
     is counted in its cheapest form: the next call reads the accepted snapshot in place, without a commit copy.
     """
@@ -96,21 +115,21 @@ def traffic_per_token(
         )
     window = 1 + draft_len
     plain = replay = snapshot = speculation = 0.0
-    for geometry in geometries:
+    for geometry, own in _by_layer(geometries, settings, layers):
         if isinstance(geometry, AttentionGeometry):
             continue
         if isinstance(geometry, ConvGeometry):
-            row = _row_bytes(state_parts(geometry, settings))
+            row = _row_bytes(state_parts(geometry, own))
             decode = geometry.conv_kernel * row
             verify = (geometry.conv_kernel - 1 + window) * row / acceptance_length
             plain, replay = plain + decode, replay + decode
             snapshot, speculation = snapshot + verify, speculation + verify
             continue
-        state = _state_bytes(geometry, settings)
+        state = _state_bytes(geometry, own)
         plain += 2 * state
         snapshot += (1 + window) * state / acceptance_length
-        replay += _replay_layer(geometry, settings, 1, 1.0)
-        speculation += _replay_layer(geometry, settings, window, acceptance_length)
+        replay += _replay_layer(geometry, own, 1, 1.0)
+        speculation += _replay_layer(geometry, own, window, acceptance_length)
     return Traffic(plain, replay, snapshot, speculation)
 
 

@@ -65,6 +65,7 @@ def make_report(
             "buffer_len": session.settings.buffer_len,
             "state_dtype": session.settings.state_dtype,
             "readout_dtype": session.settings.readout_dtype,
+            "readout_layers": dict(session.settings.readout_layers),
             "state_bytes_per_sequence": slot_bytes(engine)[0],
             "prefill_chunk": session.prefill_chunk,
             "steps": scheduler.stats.steps,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -144,12 +144,13 @@ def candidates(engine: Engine, names: Sequence[str] = tuple(FORMATS)) -> dict[st
     if unknown:
         raise ValueError(f"unknown format {unknown[0]!r}; there are {', '.join(FORMATS)}")
     plain = {"state_rounding": "nearest", "rounding_seed": 0, "readout_dtype": "same", "u_source": "readout"}
+    plain["readout_layers"] = ()
     found, refused = {}, ""
     for name in dict.fromkeys((REFERENCE, *names)):
         try:
             settings = replace(engine.manifest.replay, **{**plain, **FORMATS[name]})
-            for geometry in _geometries(engine):
-                state_parts(geometry, settings)
+            for state in engine.networks["main"].states.values():
+                state_parts(state.geometry, state.settings(settings))
         except ValueError as error:
             refused = str(error)
             continue
@@ -157,10 +158,6 @@ def candidates(engine: Engine, names: Sequence[str] = tuple(FORMATS)) -> dict[st
     if len(found) < 2:
         raise ValueError(f"no format is left to compare with {REFERENCE}: {refused or 'name at least one'}")
     return found
-
-
-def _geometries(engine: Engine) -> Iterator[Any]:
-    return (state.geometry for state in engine.networks["main"].states.values())
 
 
 def compare(
@@ -298,13 +295,14 @@ def _answer(
 
 
 def _result(engine: Engine, name: str, settings: ReplaySettings, tallies: Mapping[str, _Tally]) -> FormatResult:
-    tally, geometries = tallies[name], list(_geometries(engine))
-    size = traffic.slot_bytes(geometries, settings)
+    tally, states = tallies[name], engine.networks["main"].states.values()
+    geometries, layers = [state.geometry for state in states], [state.number for state in states]
+    size = traffic.slot_bytes(geometries, settings, layers)
     result = FormatResult(
         name,
         settings,
         size.state + size.readout,
-        traffic.traffic_per_token(geometries, settings, 0, 1.0).replay,
+        traffic.traffic_per_token(geometries, settings, 0, 1.0, layers).replay,
     )
     result.tokens = sum(tally.tokens)
     result.disagreement, result.disagreement_bound = upper_bound(tally.other, tally.tokens)

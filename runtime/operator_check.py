@@ -183,7 +183,7 @@ def _check_operator(
 ) -> Finding:
     def states() -> dict[str, LayerState]:
         return {
-            key: allocate_state(state.geometry, settings, slots, runtime.device)
+            key: allocate_state(state.geometry, state.settings(settings), slots, runtime.device)
             for key, state in network.states.items()
         }
 

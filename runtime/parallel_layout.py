@@ -26,14 +26,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from replayssm.plugins.contract import NVFP4_BLOCK, ConvGeometry, Geometry
-from replayssm.plugins.network import Network, Node, StateSpec, TensorSpec, WeightSpec
+from replayssm.plugins.network import LAYER_STRIDE, Network, Node, StateSpec, TensorSpec, WeightSpec
 from replayssm.runtime.functional_ops import scale_count
 
 Ranges = tuple[tuple[int, int], ...]
 """Half-open ranges of one dimension, ascending; their parts stand one after the other on a rank."""
-
-LAYER_STRIDE = 1 << 20
-"""Between the ranks' numbers of a layer, which key the random bits of stochastic rounding."""
 
 GROUPED = {"mamba2": ("nheads", "ngroups"), "gdn": ("num_v_heads", "num_k_heads")}
 """Kind of recurrent state -> fields of its geometry: heads, and what a number of neighbouring heads share."""

@@ -49,7 +49,7 @@ class Program:
     ) -> None:
         settings, device = engine.manifest.replay, error_flag.device
         self.states = {
-            name: allocate_state(spec.geometry, settings, slots, device, error_flag)
+            name: allocate_state(spec.geometry, spec.settings(settings), slots, device, error_flag)
             for name, spec in network.states.items()
         }
         self._device, self._error_flag, self._max_window = device, error_flag, settings.max_window

@@ -57,8 +57,8 @@ def slot_bytes(engine: Engine, draft_engine: Engine | None = None) -> tuple[int,
     for each in (engine, draft_engine):
         if each is not None:
             settings = each.manifest.replay
-            states = (spec for network in each.networks.values() for spec in network.states.values())
-            size = traffic.slot_bytes((spec.geometry for spec in states), settings)
+            states = [spec for network in each.networks.values() for spec in network.states.values()]
+            size = traffic.slot_bytes((spec.geometry for spec in states), settings, (spec.number for spec in states))
             total += size.total(settings.max_seq_len)
             cache += size.total(settings.max_seq_len) - size.recurrent
     return total, cache

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+
+from replayssm.scripts.format_options import name_layers
 
 
 @click.command()
@@ -29,6 +32,11 @@ import click
 @click.option("--max-new-tokens", default=256, show_default=True, help="Most tokens to generate for a problem.")
 @click.option(
     "--format", "formats", multiple=True, help="Format to compare; may be given several times.  [default: all]"
+)
+@click.option(
+    "--by-layer",
+    is_flag=True,
+    help="Also find the layers that a 4-bit readout hurts most, and compare formats with 8 bits in those.",
 )
 @click.option(
     "--max-disagreement",
@@ -54,6 +62,7 @@ def calibrate(
     chat: bool,
     limit: int,
     formats: tuple[str, ...],
+    by_layer: bool,
     max_disagreement: float,
     tolerance: float,
     as_json: bool,
@@ -79,6 +88,7 @@ def calibrate(
 
     from replayssm.runtime.engine import Engine
     from replayssm.runtime.format_comparison import FORMATS, candidates, compare, read_problems, recommend
+    from replayssm.runtime.layer_comparison import with_layers
 
     loaded = Engine.load(engine)
     compared = candidates(loaded, formats or tuple(FORMATS))
@@ -86,6 +96,11 @@ def calibrate(
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        if by_layer:
+            task = bar.add_task("Layers", total=None)
+            advance = partial(bar.advance, task)
+            compared = with_layers(loaded, problems, compared, progress=advance, **options)
+            bar.remove_task(task)
         task = bar.add_task("Problems", total=len(problems))
         results = compare(loaded, problems, compared, progress=lambda done: bar.advance(task, done), **options)
     chosen = recommend(results, max_disagreement, tolerance)
@@ -109,6 +124,8 @@ def _build_options(settings: Any) -> str:
         options["--state-rounding"] = settings.state_rounding
     if settings.readout_dtype != "same":
         options["--readout-dtype"] = settings.readout_dtype
+    if settings.readout_layers:
+        options["--readout-layers"] = name_layers(settings.readout_layers)
     return " ".join(f"{name} {value}" for name, value in options.items())
 
 
@@ -141,7 +158,7 @@ def _print_table(results: list, refusals: dict[str, str]) -> None:
         column.no_wrap = True
     for result in results:
         cells = [
-            result.name.replace("+", "\n+ "),
+            result.name.replace("+", "\n+ ").replace(", ", ",\n", 1),
             f"{result.state_bytes / 1e6:.2f}",
             f"{result.traffic_bytes / 1e6:.3f}",
             f"{result.disagreement:.2%}\n< {result.disagreement_bound:.2%}",

@@ -8,6 +8,25 @@ import click
 
 from replayssm.plugins.contract import READOUT_DTYPES, ROUNDINGS, STATE_DTYPES, U_SOURCES
 
+
+def _parse_layers(text: str) -> tuple[tuple[int, str], ...]:
+    """`ReplaySettings.readout_layers` as `name_layers` writes them."""
+    pairs = []
+    for item in filter(None, text.split(",")):
+        layer, _, dtype = (part.strip() for part in item.partition("="))
+        if not (layer.isascii() and layer.isdigit() and dtype in READOUT_DTYPES):
+            raise click.BadParameter(
+                f"expected a layer's number and one of {', '.join(READOUT_DTYPES)}, such as 0=float8, got {item!r}"
+            )
+        pairs.append((int(layer), dtype))
+    return tuple(pairs)
+
+
+def name_layers(readout_layers: tuple[tuple[int, str], ...]) -> str:
+    """`ReplaySettings.readout_layers` as the option has them."""
+    return ",".join(f"{layer}={dtype}" for layer, dtype in readout_layers)
+
+
 FORMAT_OPTIONS = (
     click.option(
         "--state-dtype",
@@ -29,6 +48,13 @@ FORMAT_OPTIONS = (
         default="same",
         show_default=True,
         help="Copy of the state that outputs read; same reads the checkpoint itself.",
+    ),
+    click.option(
+        "--readout-layers",
+        default="",
+        metavar="LAYER=FORMAT,...",
+        callback=lambda context, parameter, value: _parse_layers(value),
+        help="Layers whose readout has another format than --readout-dtype, such as 0=float8,3=same.",
     ),
     click.option(
         "--u-source",

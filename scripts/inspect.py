@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from replayssm.plugins.contract import ReplaySettings
-from replayssm.scripts.format_options import format_options
+from replayssm.scripts.format_options import format_options, name_layers
 from replayssm.scripts.number_types import Size
 
 
@@ -96,7 +96,8 @@ def _print_tables(report) -> None:
     ring = f"ring of {settings.ring_len} tokens (L {settings.buffer_len}, window {settings.max_window})"
     rows = {f"recurrent state ({settings.state_dtype})": slot.state, ring: slot.ring, "convolution ring": slot.conv}
     if slot.readout:
-        rows[f"readout copy ({settings.readout_dtype})"] = slot.readout
+        layers = f"; {name_layers(settings.readout_layers)}" if settings.readout_layers else ""
+        rows[f"readout copy ({settings.readout_dtype}{layers})"] = slot.readout
     if slot.snapshots:
         rows["state snapshots of one verify window"] = slot.snapshots
     rows["attention cache, per token"] = slot.kv_per_token

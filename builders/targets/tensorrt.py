@@ -182,7 +182,7 @@ def plugin_specs(network: Network, options: PlanOptions, prefill: bool = False) 
         if node.op == "attention_window":
             heads, scale = network.spec(node.inputs[0]).shape[1], node.attributes["scale"]
         slots = options.limits.max_batch_size
-        sizes = (state.geometry, options.replay, slots, options.arch)
+        sizes = (state.geometry, state.settings(options.replay), slots, options.arch)
         chunked = prefill and node.op in ("mamba2_window", "gdn_window")
         spec = PluginSpec(*sizes, state.layer, heads, scale, options.alias, chunked)
         tensorrt_ops.kernel_config(spec)

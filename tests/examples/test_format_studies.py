@@ -100,5 +100,5 @@ def test_engines_and_simulation_answer_alike():
     engine = format_accuracy.EngineDecoder(load_model(str(folder), cpu), prompts, 34, 0, cpu)
     simulated = ReplayDecoder(load(folder, folder.name, torch.bfloat16), prompts, 34)
     simulated.prefill()
-    for form in (StateFormat("float32"), StateFormat("float16", True, "nvfp4", "checkpoint")):
+    for form in (StateFormat("float32"), StateFormat("float16", True, "nvfp4", "checkpoint", ((4, "float8"),))):
         assert engine.decode(form) == simulated.decode(form)

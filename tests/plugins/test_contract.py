@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -178,6 +179,38 @@ def test_u_planes(u_format, activation_dtype, planes):
     ],
 )
 def test_settings_refuse(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ReplaySettings(**fields)
+
+
+def test_readouts_of_single_layers():
+    settings = ReplaySettings(
+        state_dtype="float16", readout_dtype="nvfp4", u_source="checkpoint", readout_layers=[[4, "same"], (0, "float8")]
+    )
+    assert settings.readout_layers == ((0, "float8"), (4, "same"))
+    assert settings == ReplaySettings(**json.loads(json.dumps(dataclasses.asdict(settings))))
+    own = [settings.of_layer(layer) for layer in (0, 1, 4)]
+    assert [layer.readout_dtype for layer in own] == ["float8", "nvfp4", "same"]
+    # Without a copy there is one state to read, which is no other source.
+    assert [layer.u_source for layer in own] == ["checkpoint", "checkpoint", "readout"]
+    assert all(layer.readout_layers == () and layer.of_layer(0) is layer for layer in own)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"readout_layers": 3}, "must be pairs of a layer and its readout_dtype, got 3"),
+        ({"readout_layers": [(1, "float8", 2)]}, "must be pairs"),
+        ({"readout_layers": [(1, "float8"), ("a", "same")]}, "must be pairs"),
+        ({"readout_layers": [(-1, "float8")]}, "a layer is a number from 0 on, got -1"),
+        ({"readout_layers": [(True, "float8")]}, "a layer is a number from 0 on, got True"),
+        ({"readout_layers": [(0, "int4")]}, "layer 0: ReplaySettings.readout_dtype must be one of"),
+        ({"readout_layers": [(0, "float8"), (0, "same")]}, "names a layer twice"),
+        ({"readout_layers": [(7, "float8")], "state_dtype": "float8"}, "layer 7: a float8 readout of a float8"),
+        ({"readout_layers": [(7, "float8")], "buffer_len": 0}, "layer 7: buffer_len 0"),
+    ],
+)
+def test_readouts_of_single_layers_are_checked(fields, message):
     with pytest.raises(ValueError, match=message):
         ReplaySettings(**fields)
 

@@ -133,3 +133,9 @@ def test_commit_on_a_gpu_equals_that_on_the_cpu():
     for state in states:
         commit(state, [7, 0, 3, 4], [5, 1, 0, 2])
     assert torch.equal(states[0]["checkpoint"], states[1]["checkpoint"].cpu())
+
+
+def test_settings_of_an_engine_are_no_layers():
+    settings = ReplaySettings(readout_layers=((0, "float8"),))
+    with pytest.raises(ValueError, match="readout_layers are for an engine"):
+        allocate_state(GEOMETRIES[0], settings, 1)

@@ -110,3 +110,18 @@ def test_traffic_of_every_way_to_read_a_state() -> None:
 def test_impossible_acceptance_is_refused(acceptance: float) -> None:
     with pytest.raises(ValueError, match="between 1 and 1 \\+ draft_len = 5"):
         traffic_per_token([NANO], ReplaySettings(max_window=5), 4, acceptance)
+
+
+def test_layers_with_readouts_of_their_own_count_as_such() -> None:
+    """A model is the sum of its layers, each with its own settings; numbers are needed to know whose is whose."""
+    fields = {"state_dtype": "float16", "max_window": 2}
+    mixed = ReplaySettings(**fields, readout_dtype="nvfp4", readout_layers=((5, "float8"),))
+    small, large = (ReplaySettings(**fields, readout_dtype=dtype) for dtype in ("nvfp4", "float8"))
+    geometries, layers = [QWEN, QWEN, QWEN], [0, 5, 6]
+    alone = [small, large, small]
+    assert slot_bytes(geometries, mixed, layers).readout == sum(slot_bytes([QWEN], own).readout for own in alone)
+    assert traffic_per_token(geometries, mixed, 1, 1.5, layers).replay_speculation == pytest.approx(
+        sum(traffic_per_token([QWEN], own, 1, 1.5).replay_speculation for own in alone)
+    )
+    with pytest.raises(ValueError, match="readout_layers need the numbers of the layers"):
+        slot_bytes(geometries, mixed)

@@ -97,6 +97,12 @@ def test_admission_follows_the_formats(engine):
     assert sizes["float32"] - sizes["float16"] == 2 * elements
     assert sizes["float16"] - sizes["float8-stochastic"] == elements - 5 * 4 * 128
     assert sizes["float16-stochastic+nvfp4"] - sizes["float16"] == elements * 9 // 16 + 5 * 4 * 128
+    settings = replace(candidates(engine)["float16-stochastic+nvfp4"], readout_layers=((4, "float8"),))
+    mixed = replace(engine, manifest=replace(engine.manifest, replay=settings))
+    size, cache = slot_bytes(mixed)
+    assert size - cache - sizes["float16-stochastic+nvfp4"] == 4 * 128 * 128 * 7 // 16
+    session = Session(mixed, slots=2)
+    assert session.state_bytes == 2 * size
 
 
 def test_bounds():

@@ -323,6 +323,8 @@ def test_random_bits_of_a_layer_differ_between_ranks():
     layers = [spec.layer for rank in range(2) for spec in shard(network, rank, 2).network.states.values()]
     assert len(set(layers[: len(layers) // 2]) & set(layers[len(layers) // 2 :])) == 0
     assert [spec.layer for spec in shard(network, 0, 2).network.states.values()] == layers[: len(layers) // 2]
+    numbers = [spec.number for spec in network.states.values()]
+    assert [spec.number for spec in shard(network, 1, 2).network.states.values()] == numbers, "settings go by these"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

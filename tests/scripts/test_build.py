@@ -36,12 +36,13 @@ def test_state_formats_reach_the_engine(tmp_path):
     result = build(
         *("--checkpoint", example, "--output", tmp_path / "engine", "--max-batch-size", 1, "--max-seq-len", 32),
         *("--state-dtype", "float8", "--state-rounding", "stochastic", "--rounding-seed", 7),
-        *("--readout-dtype", "nvfp4", "--u-source", "checkpoint"),
+        *("--readout-dtype", "nvfp4", "--u-source", "checkpoint", "--readout-layers", "4=same, 0=nvfp4"),
     )
     assert (result.exit_code, result.stderr) == (0, "")
     replay = read_manifest(tmp_path / "engine").replay
     assert (replay.state_dtype, replay.state_rounding, replay.rounding_seed) == ("float8", "stochastic", 7)
     assert (replay.readout_dtype, replay.u_source) == ("nvfp4", "checkpoint")
+    assert replay.readout_layers == ((0, "nvfp4"), (4, "same"))
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,10 @@ def test_state_formats_reach_the_engine(tmp_path):
         (("--u-source", "checkpoint"), "without a readout copy everything reads the checkpoint"),
         (("--buffer-len", "0", "--readout-dtype", "float8"), "a readout copy would be rewritten too"),
         (("--readout-dtype", "float8", "--u-source", "checkpoint"), "is for Gated DeltaNet layers"),
+        (("--readout-layers", "x=float8"), "expected a layer's number and one of same, float8, nvfp4, such as"),
+        (("--readout-layers", "0"), "such as 0=float8, got '0'"),
+        (("--readout-layers", "0=float8,0=same"), "names a layer twice"),
+        (("--readout-layers", "1=float8"), "layer 1 keeps no recurrent state; layers that do: 0, "),
         (("--readout-dtype", "nvfp4"), "needs state columns in multiples of 32, got 16"),
     ],
 )

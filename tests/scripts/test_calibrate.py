@@ -50,6 +50,11 @@ def test_table_recommendation_and_json(engine, tmp_path, monkeypatch):
         "accuracy may lose 100.0%, allowed 99.9%",
     )
     data.write_text('{"prompt": "At first Finn owns 143 books."}\n')
+    monkeypatch.setattr("replayssm.runtime.layer_comparison.divergences", lambda *arguments, **options: {0: 1.0, 2: 0})
+    report = json.loads(calibrate(*arguments, *formats[2:], "--by-layer", *wide).stdout)
+    name = "float16-stochastic+nvfp4, float8 in 0"
+    assert [entry["name"] for entry in report["formats"]] == ["float32", "float16-stochastic+nvfp4", name]
+    assert "--readout-layers" not in report["build_options"]
     report = json.loads(calibrate(*arguments, *formats[2:], *wide).stdout)
     assert report["recommended"] == "float16-stochastic+nvfp4"
     expected = "--state-dtype float16 --state-rounding stochastic --readout-dtype nvfp4"

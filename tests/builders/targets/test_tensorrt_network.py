@@ -177,6 +177,9 @@ def test_sizes_without_a_plugin_are_refused_before_anything_is_built():
     assert set(specs) == set(network.states)
     layers = [spec.layer for spec in specs.values() if spec.geometry.kind == "mamba2"]
     assert len(set(layers)) == len(layers) > 0
+    own = replace(OPTIONS.replay, readout_layers=((layers[1], "float8"),))
+    of_layers = tensorrt.plugin_specs(network, replace(OPTIONS, replay=own)).values()
+    assert [spec.layer for spec in of_layers if spec.settings.readout_dtype == "float8"] == [layers[1]] * 2
     with pytest.raises(UnsupportedGeometryError, match="buffer_len 0 and serial_exact run on the torch target"):
         tensorrt.plugin_specs(network, replace(OPTIONS, replay=ReplaySettings(buffer_len=0)))
 

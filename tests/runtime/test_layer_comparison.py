@@ -1,0 +1,68 @@
+"""Layers that a 4-bit readout hurts: how they are chosen, and what is measured of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from replayssm.builders.engine import BuildOptions, build_engine
+from replayssm.plugins.traffic import slot_bytes
+from replayssm.runtime import layer_comparison
+from replayssm.runtime.engine import Engine
+from replayssm.runtime.format_comparison import Problem, candidates, compare
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "qwen3.5-tiny"
+NAME = "float16-stochastic+nvfp4"
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    output = tmp_path_factory.mktemp("engine") / "qwen"
+    build_engine(EXAMPLE, output, BuildOptions(max_batch_size=1, max_seq_len=64))
+    return Engine.load(output)
+
+
+def test_one_layer_at_a_time_beside_what_the_checkpoints_do(engine, monkeypatch):
+    """Layer 3 is attention and has none. A layer's figure is that of its readout less that of no readout at all."""
+    monkeypatch.setattr(layer_comparison, "LAYERS_AT_ONCE", 3)
+    problems, formats, done = [Problem(list(range(20, 30)), "never")], candidates(engine, [NAME]), []
+    found = layer_comparison.divergences(engine, problems, formats, NAME, done.append, max_new_tokens=2)
+    assert (sorted(found), done) == ([0, 1, 2, 4, 5], [3, 2])
+    checkpoints = replace(formats[NAME], readout_dtype="same")
+    compared = {
+        "float32": formats["float32"],
+        "none": checkpoints,
+        "4": replace(checkpoints, readout_layers=((4, "nvfp4"),)),
+    }
+    _, none, alone = compare(engine, problems, compared, max_new_tokens=2)
+    assert found[4] == pytest.approx(max(0.0, alone.kl - none.kl))
+    assert alone.accuracy == 0.0, "answers count here, in divergences they do not"
+    assert alone.state_bytes - none.state_bytes == 4 * 128 * (128 * 9 // 16 + 1)
+    assert max(found.values()) > 0
+
+
+def test_few_layers_with_most_of_it_are_widened():
+    choose = layer_comparison.layers_to_widen
+    assert choose({0: 0.0, 1: 0.0}) == []
+    assert choose({0: 0.01, 2: 0.95, 5: 0.04}) == [2]
+    assert choose({0: 0.5, 1: 0.05, 2: 0.35, 5: 0.1}) == [0, 2, 5]
+    assert choose({7: 1.0}) == [7]
+
+
+def test_formats_are_added_behind_their_own(engine, monkeypatch):
+    names = ["float16-stochastic+float8", NAME, "float8-stochastic+nvfp4"]
+    formats = candidates(engine, names)
+    monkeypatch.setattr(layer_comparison, "divergences", lambda *arguments, **options: {0: 0.1, 1: 2.0, 4: 3.0})
+    found = layer_comparison.with_layers(engine, [], formats)
+    mixed = f"{NAME}, float8 in 1, 4"
+    assert list(found) == ["float32", *names[:2], mixed, names[2]]
+    assert found[mixed] == replace(formats[NAME], readout_layers=((1, "float8"), (4, "float8")))
+    states = engine.networks["main"].states.values()
+    geometries, layers = [state.geometry for state in states], [state.number for state in states]
+    # Of 8 bits without block scales, so of 4.5.
+    more = slot_bytes(geometries, found[mixed], layers).readout - slot_bytes(geometries, found[NAME], layers).readout
+    assert more == 2 * 4 * 128 * 128 * 7 // 16
+    monkeypatch.setattr(layer_comparison, "divergences", lambda *arguments, **options: dict.fromkeys((0, 1), 0.0))
+    assert layer_comparison.with_layers(engine, [], formats) == formats
