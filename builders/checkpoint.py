@@ -171,9 +171,6 @@ class Checkpoint:
         return digest.hexdigest()
 
 
-# --- files -------------------------------------------------------------------------------------------------------
-
-
 def _open_files(directory: Path) -> tuple[list[SafetensorsFile], dict[str, str] | None]:
     """All safetensors files, and the index's tensor -> file name map where there is an index."""
     index_path, single = directory / INDEX_NAME, directory / SINGLE_NAME
@@ -246,9 +243,6 @@ def _canonical(
                     f"{files[0].path.parent / file_name}: tensor {name!r} is missing, but {INDEX_NAME} says it is there"
                 )
     return found
-
-
-# --- names, shapes and formats --------------------------------------------------------------------------------------
 
 
 class _Matcher:

@@ -180,9 +180,6 @@ def _cache_fraction(inspection: Inspection, ring_bytes: int, options: ExportOpti
     return int(left * 100) / 100
 
 
-# --- files -------------------------------------------------------------------------------------------------------
-
-
 def _link_files(source: Path, target: Path) -> None:
     """Everything at the top of the checkpoint but what is rewritten, remote code and pickles."""
     for path in sorted(source.iterdir()):

@@ -13,7 +13,7 @@ import pytest
 from replayssm.builders.config import PUBLISHED, published, published_config, read_config, weight_bytes, weight_shapes
 from replayssm.builders.formats import read_formats
 from replayssm.builders.random_checkpoint import TINY_CONFIGS
-from replayssm.builders.weight_shapes import fused_experts, quantizable_modules, storage
+from replayssm.builders.weight_shapes import quantizable_modules
 
 
 def changed(name: str, **changes) -> dict:
@@ -29,9 +29,6 @@ def changed(name: str, **changes) -> dict:
 
 def same_model(first, second) -> bool:
     return dataclasses.replace(first, source="") == dataclasses.replace(second, source="")
-
-
-# --- published models: every figure below was published or counted from published ones (notes: models.md) -----------
 
 
 def test_published_byte_counts():
@@ -113,9 +110,6 @@ def test_published_data_states_its_source(name):
 def test_unknown_published_name_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown published model 'nano'; known are nano4b \(nvidia/"):
         published("nano")
-
-
-# --- spellings ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -220,9 +214,6 @@ def test_files_beside_the_config(tmp_path):
     quantization = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(quantization))
     assert read_config(tmp_path).formats.default == "fp8"
-
-
-# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -349,7 +340,7 @@ def test_any_wrong_value_in_hf_quant_config_is_a_value_error():
     messages = []
     for _, quant in replaced({"quantization": QUANTIZATION}):
         try:
-            formats_of(None, quant)
+            read_formats({}, quant, "config.json", "hf_quant_config.json")
         except ValueError as error:
             messages.append(str(error))
     assert len(messages) > 50
@@ -410,102 +401,3 @@ def test_no_config(tmp_path):
 def test_wrapper_without_text_config():
     with pytest.raises(ValueError, match="text_config is missing"):
         read_config({"architectures": ["Qwen3_5ForConditionalGeneration"]})
-
-
-# --- quantization formats -------------------------------------------------------------------------------------------
-
-
-def formats_of(section: dict | None = None, hf_quant: dict | None = None):
-    config = {} if section is None else {"quantization_config": {"quant_method": "modelopt", **section}}
-    return read_formats(config, hf_quant, "config.json", "hf_quant_config.json")
-
-
-def test_formats_by_default_and_exclusion():
-    formats = formats_of(
-        {"quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.0.self_attn*", "backbone.layers.1.mixer"]}
-    )
-    assert formats.module_format("layers.2.mlp.up_proj") == "nvfp4"
-    assert formats.module_format("model.language_model.layers.2.mlp.up_proj") == "nvfp4"
-    assert formats.module_format("lm_head") == "dense"
-    assert formats.module_format("layers.0.self_attn.q_proj") == "dense"
-    assert formats.module_format("layers.1.mixer.in_proj") == "dense"
-    assert formats.module_format("layers.11.mixer.in_proj") == "nvfp4"
-
-
-def test_formats_per_module():
-    layers = {
-        "model.layers.0.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16},
-        "model.layers.0.mlp.experts.3.down_proj": {"quant_algo": "FP8"},
-        "model.layers.0.self_attn.o_proj": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
-    }
-    formats = formats_of({"quant_algo": "MIXED_PRECISION", "quantized_layers": layers})
-    assert formats.module_format("layers.0.mlp.experts.2.down_proj") == "nvfp4"
-    assert formats.module_format("layers.0.mlp.experts.3.down_proj") == "fp8"
-    assert formats.module_format("layers.0.self_attn.o_proj") == "w4a16_nvfp4"
-    assert formats.module_format("layers.0.mlp.shared_expert.up_proj") == "dense"
-    assert formats.is_quantized
-    assert not formats_of().is_quantized
-
-
-def test_kv_cache_scheme_is_noticed_in_both_files():
-    assert formats_of({"quant_algo": "FP8", "kv_cache_scheme": {"type": "float", "num_bits": 8}}).kv_cache == "fp8"
-    assert formats_of(None, {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}).kv_cache == "fp8"
-    assert formats_of({"quant_algo": "FP8"}).kv_cache is None
-
-
-@pytest.mark.parametrize(
-    ("section", "hf_quant", "message"),
-    [
-        ({"quant_method": "gptq"}, None, "quant_method is 'gptq', expected 'modelopt'"),
-        ({}, None, "quant_algo is missing"),
-        ({"quant_algo": "NVFP4_AWQ"}, None, "quant_algo is 'NVFP4_AWQ', expected one of NVFP4, W4A16_NVFP4, FP8"),
-        ({"quant_algo": "MIXED_PRECISION"}, None, "quantized_layers is missing or empty"),
-        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": 1}}, None, "quantized_layers['a'] is 1"),
-        ({"quant_algo": "NVFP4", "group_size": 32}, None, "group_size is 32, expected 16"),
-        ({"quant_algo": "NVFP4", "kv_cache_scheme": "int8"}, None, "kv_cache_scheme is 'int8'"),
-        (None, {"quantization": None}, "hf_quant_config.json: quantization is None"),
-        ({"quant_algo": "NVFP4"}, {"quantization": {"quant_algo": "FP8"}}, "contradict each other"),
-    ],
-)
-def test_unsupported_quantization(section, hf_quant, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        formats_of(section, hf_quant)
-
-
-# --- shapes ---------------------------------------------------------------------------------------------------------
-
-
-def test_fused_experts_cover_the_separate_ones():
-    for name in ("super", "qwen_moe"):
-        config = read_config(TINY_CONFIGS[name])
-        shapes = weight_shapes(config)
-        layer = next(layer for layer in config.layers if layer.feed_forward is not None)
-        separate = {key: shape for key, shape in shapes.items() if key.startswith(layer.prefix) and ".experts." in key}
-        parts = {}
-        for fused, (shape, projections) in fused_experts(layer, config.hidden_size).items():
-            for expert in range(shape[0]):
-                for projection, (start, stop) in projections.items():
-                    parts[f"{fused.rsplit('.', 1)[0]}.{expert}.{projection}.weight"] = (stop - start, shape[2])
-        assert parts == separate
-
-
-def test_storage_of_one_weight():
-    assert storage((4, 32), "nvfp4") == {
-        "weight": ("uint8", (4, 16)),
-        "weight_scale": ("float8_e4m3fn", (4, 2)),
-        "weight_scale_2": ("float32", ()),
-        "input_scale": ("float32", ()),
-    }
-    assert "input_scale" not in storage((4, 32), "w4a16_nvfp4")
-    with pytest.raises(ValueError, match="in blocks of 16"):
-        storage((4, 40), "nvfp4")
-    with pytest.raises(ValueError, match="unknown module format"):
-        storage((4, 32), "int4")
-
-
-def test_weight_bytes_of_chosen_formats():
-    config = read_config(TINY_CONFIGS["nano"])
-    dense = weight_bytes(config)["total"]
-    chosen = weight_bytes(config, {"layers.1.mixer.up_proj": "fp8"})
-    assert dense - chosen["total"] == 256 * 128 - 8
-    assert weight_bytes(config, lambda module: "dense")["total"] == dense

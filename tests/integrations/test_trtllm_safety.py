@@ -29,9 +29,6 @@ def assert_untouched(trtllm, served, reason: str) -> None:
             assert torch.equal(executor.manager.get_ssm_states(layer), served.theirs.manager.get_ssm_states(layer))
 
 
-# ------------------------------------------------------------------------------------------------ before registration
-
-
 @pytest.mark.parametrize("version", ["1.1.0", "1.5.0", "2.0.0rc1", "nightly"])
 def test_unknown_version_registers_nothing(trtllm, version):
     trtllm.root.__version__ = version
@@ -108,8 +105,6 @@ def test_missing_compiler(trtllm, monkeypatch):
     assert trtllm.load().REGISTERED == []
     assert "pip install cuda-bindings nvidia-cuda-nvrtc" in warnings_of(trtllm)[0]
 
-
-# ---------------------------------------------------------------------------------------------------- before the model
 
 UNSAFE = {
     "speculation": ({"speculative_config": object()}, "speculative decoding is configured"),
@@ -245,9 +240,6 @@ def test_mixer_of_an_unknown_spelling(trtllm, pair, monkeypatch, case):
     (line,) = warnings_of(trtllm)
     assert reason in line
     assert "forward" not in vars(model.model[0]), "a mixer was replaced"
-
-
-# ------------------------------------------------------------------------------------------------- at the first call
 
 
 def test_managers_that_move_states(trtllm, pair):
