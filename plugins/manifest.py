@@ -69,9 +69,9 @@ class EngineManifest:
     """Content of the manifest.
 
     model: name, family, architecture, sizes and eos_token_ids of the model.
-    quantization: number of weight modules by storage format.
+    quantization: bytes of the weights, in all ("weight_bytes") and by stored dtype ("weight_bytes_by_dtype").
     replay: how recurrent state is kept.
-    target: what runs the network ("torch").
+    target: what runs the networks: "torch", "tensorrt" or "tensorrt-rtx".
     versions: packages that wrote the engine.
     kernels: kernel name -> hash of what it was compiled from; empty where the engine carries none.
     checkpoint: name and identity of the checkpoint it was built from.

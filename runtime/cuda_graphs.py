@@ -11,7 +11,7 @@ On the CPU the same code runs with a stand-in that calls what would have been ca
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -20,13 +20,11 @@ import torch
 
 from replayssm.plugins import step_ends
 from replayssm.plugins.contract import PAD_SLOT_ID
+from replayssm.runtime.executor import NetworkExecutor
 from replayssm.runtime.graph_memsets import replace_memsets
 from replayssm.runtime.sampling import SamplingBatch, SamplingParams, VocabularyPart, likeliest, sample_tokens
 
 Tensor = torch.Tensor
-Executor = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-"""Runs a network over its inputs without waiting for the device."""
-
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes what a step does and returns how to do it again."""
 
@@ -147,7 +145,7 @@ class StepGraph:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: NetworkExecutor,
         error_flag: Tensor,
         rows: int,
         window: int,
@@ -276,7 +274,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: NetworkExecutor,
         error_flag: Tensor,
         slots: int,
         max_window: int,

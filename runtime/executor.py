@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +25,21 @@ from replayssm.runtime.fused_operators import FUSED_OPERATORS
 Tensor = torch.Tensor
 Step = tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """(function, argument registers, result registers, registers that nothing reads afterwards)."""
+
+
+class NetworkExecutor(Protocol):
+    """What runs a network over its states: an `Executor`, or plans (`plan_executors`).
+
+    captures_prompts: whether a CUDA graph can hold a call with prefill rows. max_tokens: most tokens of a row, None for
+    any number.
+    """
+
+    captures_prompts: bool
+
+    @property
+    def max_tokens(self) -> int | None: ...
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
 
 
 class Executor:
@@ -51,6 +66,7 @@ class Executor:
     """
 
     captures_prompts = True
+    max_tokens = None
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Executors of networks whose layers are in plans: they have the interface of `runtime.executor.Executor`.
+"""What runs a network by its plans, as `runtime.executor.Executor` does with PyTorch.
 
-Inputs are staged into tensors of the plan's buckets, outputs are views of the plan's own.
+Inputs are staged into tensors of the plan's buckets; outputs are copies of the plan's own.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def plan_executor(
 
 class _Staged:
     """Calls padded to their buckets: what both executors share."""
+
+    captures_prompts = False
 
     def __init__(
         self,
@@ -112,6 +114,8 @@ class PhaseExecutor:
     there are any, the caller says by `launch.prefill_rows`, or more tokens than windows can have prove it; otherwise
     the window plan serves all, as `plugins.launch` does, and nothing waits for the device.
     """
+
+    captures_prompts = False
 
     def __init__(self, window: PlanExecutor, prefill: PlanExecutor, max_window: int) -> None:
         self.window, self.prefill, self._max_window = window, prefill, max_window

@@ -15,14 +15,12 @@ from replayssm.plugins.state import LayerState, allocate_state, raise_on_error, 
 from replayssm.runtime.cuda_graphs import Chosen, StepGraphs
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.errors import InferenceError
-from replayssm.runtime.executor import Executor
+from replayssm.runtime.executor import Executor, NetworkExecutor
 from replayssm.runtime.prompt_graphs import PromptGraphs
 from replayssm.runtime.sampling import SamplingBatch, SamplingParams, sample_tokens
 from replayssm.runtime.step_rows import DraftRow, Finish, Row, StepResult, joined, picked, spans_of
 
-MakeExecutor = Callable[[Network, Mapping[str, LayerState]], Callable[[Mapping[str, torch.Tensor]], dict]]
-"""Makes what runs a network over its states: inputs by name in, outputs by public name out."""
-
+MakeExecutor = Callable[[Network, Mapping[str, LayerState]], NetworkExecutor]
 
 SPLIT_TOKENS = 320
 """Tokens of padding that a second captured step must spare: what reading the weights once more costs. H200, Nano-4B:
@@ -62,7 +60,7 @@ class Program:
             spec = network.inputs.get("hidden_states")
             hidden = None if spec is None else (spec.shape[-1], torch_dtype(spec.dtype))
             self.graphs = StepGraphs(self.executor, error_flag, slots, settings.max_window, hidden, self._part)
-            if hidden is None and getattr(self.executor, "captures_prompts", False):
+            if hidden is None and self.executor.captures_prompts:
                 limits = (slots, settings.max_window, prompt_tokens)
                 self.prompts = PromptGraphs(self.executor, device, *limits, self.graphs.capture)
 

@@ -16,7 +16,8 @@ import numpy
 import torch
 
 from replayssm.plugins.launch import prefill_rows
-from replayssm.runtime.cuda_graphs import Buffers, Capture, Executor, keep_outputs
+from replayssm.runtime.cuda_graphs import Buffers, Capture, keep_outputs
+from replayssm.runtime.executor import NetworkExecutor
 
 Tensor = torch.Tensor
 
@@ -34,7 +35,9 @@ class PromptGraph:
     them.
     """
 
-    def __init__(self, executor: Executor, rows: int, tokens: int, capture: Capture, device: torch.device) -> None:
+    def __init__(
+        self, executor: NetworkExecutor, rows: int, tokens: int, capture: Capture, device: torch.device
+    ) -> None:
         self.rows, self.tokens, self._executor = rows, tokens, executor
         integers = ("seq_lens", "window_starts", "window_lens", "state_batch_indices")
         layout = [("token_ids", torch.int64, tokens), ("positions", torch.int32, tokens)]
@@ -77,7 +80,7 @@ class PromptGraphs:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: NetworkExecutor,
         device: torch.device,
         slots: int,
         max_window: int,

@@ -20,7 +20,7 @@ from replayssm.plugins.step_ends import LAST_CHOSEN
 from replayssm.runtime.cuda_graphs import StepGraph
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.errors import NOT_FINITE, InferenceError
-from replayssm.runtime.executor import Executor
+from replayssm.runtime.executor import NetworkExecutor
 from replayssm.runtime.program import Program, executor_maker
 from replayssm.runtime.session_checks import check_token_ids, checked_device, unfit
 from replayssm.runtime.step_rows import DraftRow, Finish, Row, StepResult
@@ -68,15 +68,14 @@ class Session:
         state_slots = limit if engine.has_plans else self.slots
         try:
             make_executor = executor_maker(engine, self.device)
-            # The draft head's rows bring hidden states and are not captured.
             self._programs = {
                 name: Program(network, engine, state_slots, flag, make_executor, graphs, self.slots * prefill_chunk)
                 for name, network in engine.networks.items()
             }
         except (LookupError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
             raise unfit(error, engine, self.slots, self.device) from error
-        most = getattr(self._programs["main"].executor, "max_tokens", prefill_chunk)
-        if prefill_chunk > most:
+        most = self._programs["main"].executor.max_tokens
+        if most is not None and prefill_chunk > most:
             raise ValueError(
                 f"prefill_chunk {prefill_chunk} is more than the {most} tokens of the engine's plans: lower it"
             )
@@ -125,7 +124,7 @@ class Session:
         }
 
     @property
-    def executors(self) -> dict[str, Executor]:
+    def executors(self) -> dict[str, NetworkExecutor]:
         """What runs each network, by its name."""
         return {name: program.executor for name, program in self._programs.items()}
 
