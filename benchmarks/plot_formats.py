@@ -19,6 +19,7 @@ STYLES = {
     "nvfp4": ("#999933", ":"),
     "float16, stochastic, float8 readout": ("#44aa99", "-"),
     "float16, stochastic, nvfp4 readout": ("#117733", "-"),
+    "float16, stochastic, nvfp4 readout, float8 in layer 0": ("#117733", "-."),
     "float16, stochastic, nvfp4 readout, u from checkpoint": ("#117733", "--"),
     "float8, stochastic, nvfp4 readout": ("#882255", "-"),
     "float8, stochastic, nvfp4 readout, u from checkpoint": ("#882255", "--"),

@@ -18,6 +18,7 @@ FORMATS = (
     "nvfp4",
     "float16, stochastic, float8 readout",
     "float16, stochastic, nvfp4 readout",
+    "float16, stochastic, nvfp4 readout, float8 in layer 0",
     "float16, stochastic, nvfp4 readout, u from checkpoint",
     "float8, stochastic, nvfp4 readout",
     "float8, stochastic, nvfp4 readout, u from checkpoint",
