@@ -74,6 +74,7 @@ def test_published_tensor_and_module_counts():
     ],
 )
 def test_published_layers(name, kinds, hidden, parameters_billion):
+    """Parameters to the digits in which they are given."""
     config = published(name)
     assert {kind: sum(layer.kind == kind for layer in config.layers) for kind in kinds} == kinds
     assert len(config.layers) == sum(kinds.values())

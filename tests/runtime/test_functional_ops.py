@@ -1,4 +1,7 @@
-"""Each functional operator against its formula, written out over single tokens and heads."""
+"""Each functional operator against its formula, written out over single tokens and heads.
+
+Compared within torch's own tolerances: 1e-7 in fp64, 1.3e-6 in fp32, for sums over at most 32 elements.
+"""
 
 from __future__ import annotations
 

@@ -176,6 +176,7 @@ def test_a_vocabulary_that_does_not_divide_stays_whole():
     weights = random_weights(network, 1)
     expected, _ = outputs(network, weights)
     (results, _), _ = divided(network, weights, 2)
+    # float64, as above: sums of two parts instead of whole ones.
     torch.testing.assert_close(results[-1]["logits"], expected[-1]["logits"], rtol=1e-10, atol=1e-10)
     assert shard(network, 0, 2).cuts["embed_tokens.weight"] is None
 

@@ -130,6 +130,7 @@ def settings(**extra) -> dict:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_model_returns_hidden_states_after_the_final_norm(tiny_model, sequence, name):
+    """float64 beside transformers in float64: sums in another order."""
     ids, hidden = sequence(name)
     (output,) = tiny_model(name).driver(**settings()).run([(2, 0, ids[:LENGTH])])
     torch.testing.assert_close(output["hidden_states"], hidden, rtol=0, atol=1e-12)
