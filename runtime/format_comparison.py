@@ -191,6 +191,8 @@ def compare(
         texts = _follow(engine, sessions, group, max_new_tokens, tallies)
         _answer(engine, sessions, group, start, texts, max_new_tokens, tallies)
         progress(len(group))
+    for session in sessions.values():
+        session.close()
     return [_result(engine, name, settings, tallies) for name, settings in formats.items()]
 
 

@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from replayssm.builders.engine import BuildOptions, build_engine
 from replayssm.plugins.traffic import slot_bytes
 from replayssm.runtime import layer_comparison
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.format_comparison import Problem, candidates, compare
+from replayssm.runtime.session import Session
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "qwen3.5-tiny"
 NAME = "float16-stochastic+nvfp4"
@@ -22,6 +24,34 @@ def engine(tmp_path_factory):
     output = tmp_path_factory.mktemp("engine") / "qwen"
     build_engine(EXAMPLE, output, BuildOptions(max_batch_size=1, max_seq_len=64))
     return Engine.load(output)
+
+
+def test_layers_of_an_engine_keep_their_own_formats(engine):
+    """Through a flush; a blob goes on alike where layers have the same formats, and nowhere else."""
+    low = {"state_dtype": "float16", "readout_dtype": "nvfp4", "u_source": "checkpoint"}
+    uniform = replace(engine.manifest.replay, **low)
+    mixed = replace(uniform, readout_layers=((1, "same"), (4, "float8")))
+
+    def session(settings):
+        return Session(replace(engine, manifest=replace(engine.manifest, replay=settings)), slots=1)
+
+    first, second, other = session(mixed), session(mixed), session(uniform)
+    parts = {
+        int(name.split(".")[-2]): sum(part.startswith("readout") for part in state.tensors)
+        for name, state in first.states.items()
+        if name.endswith("ssm")
+    }
+    assert parts == {0: 3, 1: 0, 2: 3, 4: 2, 5: 3}, "codes and scales"
+    slot = first.allocate()
+    first.prefill(slot, list(range(30, 50)))
+    first.decode([slot], [7])
+    blob = first.save(slot)
+    loaded = second.load(blob)
+    for token in range(17):
+        assert torch.equal(first.decode([slot], [token]), second.decode([loaded], [token]))
+    assert first.save(slot) == second.save(loaded)
+    with pytest.raises(ValueError, match="settings"):
+        other.load(blob)
 
 
 def test_one_layer_at_a_time_beside_what_the_checkpoints_do(engine, monkeypatch):
