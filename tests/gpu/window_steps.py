@@ -25,6 +25,10 @@ OPERATORS = {
     "attention": "attention_window",
 }
 
+BF16_OUTPUT_ERROR = 2.5e-3
+"""Relative error of bf16 outputs against the fp64 recurrence: one rounding is 2^-9 of the norm at most, the rest that
+of the numbers they are made of."""
+
 
 @dataclass
 class Call:

@@ -17,7 +17,7 @@ from replayssm.plugins.state import allocate_state
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 from shapes import NANO, QWEN4B, QWEN122B, SUPER
-from window_steps import Steps, assert_close, compare, judge, relative_error
+from window_steps import BF16_OUTPUT_ERROR, Steps, assert_close, compare, judge, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +54,7 @@ def test_matches_the_reference(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["nano4b", "qwen4b", "mamba2-16", "gdn-40"])
 def test_matches_the_recurrence(case: str) -> None:
-    assert judge(make(case, seed=1, longest_prefill=100), launch, 24) < 2.5e-3
+    assert judge(make(case, seed=1, longest_prefill=100), launch, 24) < BF16_OUTPUT_ERROR
 
 
 def prompts(geometry, lengths: list[int], slots: list[int], device="cuda:0"):
@@ -79,7 +79,7 @@ def test_long_prompt_matches_the_recurrence(geometry) -> None:
         expected, states = recurrence.mamba2_recurrence(*own, *constants)
     else:
         expected, states = recurrence.gdn_recurrence(*own, *constants, None, steps.dtype)
-    assert relative_error(out[100:, heads], expected) < 2.5e-3
+    assert relative_error(out[100:, heads], expected) < BF16_OUTPUT_ERROR
     assert relative_error(state["checkpoint"][0, heads], states[-1]) < (1e-5 if geometry.kind == "mamba2" else 1e-4)
 
 
