@@ -63,7 +63,8 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+        values = (line.rsplit(" ", 1) for line in lines if line[0] != "#")
+        return {name.partition("{model_name=")[0]: float(value) for name, value in values}
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -133,10 +134,10 @@ async def load(server: Server, clients: int, seconds: float, max_tokens: int) ->
         "clients": clients,
         "seconds": round(duration, 1),
         "calls": dict(sorted(counts.items())),
-        "generated_tokens_per_s": round(metrics["replayssm_generated_tokens_total"] / duration, 1),
-        "preemptions": metrics["replayssm_preemptions_total"],
-        "waiting": metrics["replayssm_waiting"],
-        "running": metrics["replayssm_running"],
+        "generated_tokens_per_s": round(metrics["replayssm_generation_tokens_total"] / duration, 1),
+        "preemptions": metrics["replayssm_num_preemptions_total"],
+        "waiting": metrics["replayssm_num_requests_waiting"],
+        "running": metrics["replayssm_num_requests_running"],
         "free_slots": metrics["replayssm_free_slots"],
         "slots": metrics["replayssm_slots"],
         "failed_steps": metrics["replayssm_failed_steps_total"],

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,7 +53,7 @@ class Server:
     def __init__(self, loop: EngineLoop, options: ServerOptions) -> None:
         self.loop = loop
         self.options = options
-        self.metrics = Metrics(loop)
+        self.metrics = Metrics(loop, options.model, options.metrics_prefix)
         self.session = loop.scheduler.session
         self.tokenizer = self.session.engine.tokenizer
         self.maker = RequestMaker(self.session, options)
@@ -271,6 +272,10 @@ def create_app(loop: EngineLoop, options: ServerOptions) -> FastAPI:
     async def page() -> Response:
         return FileResponse(PAGE, headers={"Content-Security-Policy": PAGE_POLICY})
 
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": metadata.version("replayssm-trt")}
+
     @app.get("/health")
     async def health() -> Response:
         if not loop.is_serving:
@@ -278,6 +283,7 @@ def create_app(loop: EngineLoop, options: ServerOptions) -> FastAPI:
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
+    @app.get("/prometheus/metrics")  # trtllm-serve's path
     async def metrics() -> Response:
         return Response(server.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -291,7 +297,7 @@ def _add_error_handlers(app: FastAPI, server: Server) -> None:
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
             status, "invalid_request_error" if status < 500 else "server_error"
         )
-        server.metrics.refused.labels(str(status)).inc()
+        server.metrics.refused(status)
         headers = {} if retry_after_s is None else {"Retry-After": str(math.ceil(retry_after_s))}
         return JSONResponse(error_body(message, kind, param, code), status, headers)
 

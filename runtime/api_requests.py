@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from replayssm.runtime.api_schema import ChatBody, GenerationBody
 from replayssm.runtime.chat_format import ChatFormat, detect
 from replayssm.runtime.logits_processor import LogitRules, LogitsProcessor
+from replayssm.runtime.metrics import PREFIX
 from replayssm.runtime.requests import Request
 from replayssm.runtime.sampling import SamplingParams
 from replayssm.runtime.session import Session, check_token_ids
@@ -26,6 +27,7 @@ class ServerOptions:
     model: the name that clients use. api_key: what /v1 wants as bearer token; None wants none.
     timeout_s: of a request, waiting included; None sets no limit. max_body_bytes: of a request's body.
     max_choices: sequences of one call, prompts times n. chat_template: in place of the checkpoint's.
+    metrics_prefix: of the names at /metrics.
     tool_parser, reasoning_parser: names of `chat_format`, "auto" for what the chat template writes, None for none.
     """
 
@@ -34,6 +36,7 @@ class ServerOptions:
     timeout_s: float | None = None
     max_body_bytes: int = 8 << 20
     max_choices: int = 128
+    metrics_prefix: str = PREFIX
     chat_template: str | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None

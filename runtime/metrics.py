@@ -1,7 +1,12 @@
-"""Prometheus metrics of a server. Names follow the convention: seconds, bytes, and `_total` for counters."""
+"""Prometheus metrics of a server, under the names that vLLM's and trtllm-serve's dashboards ask for.
+
+Both write the same names behind prefixes of their own (`vllm:`, `trtllm_`), so another prefix is all that a dashboard
+needs. What only this server has is named by the convention: seconds, bytes, and `_total` for counters.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -10,28 +15,27 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from replayssm.runtime.engine_loop import EngineLoop
 from replayssm.runtime.requests import Request
 
-PREFIX = "replayssm"
+PREFIX = "replayssm_"
 _COUNTERS = {
-    "steps": "Steps of the engine",
-    "prompt_tokens": "Prompt tokens computed",
-    "cached_tokens": "Prompt tokens taken from the prefix cache",
-    "generated_tokens": "Tokens generated",
-    "decode_calls": "Decode and verify windows; generated tokens per window is the acceptance length",
-    "drafted_tokens": "Draft tokens proposed",
-    "accepted_tokens": "Draft tokens that stood",
-    "preemptions": "Requests that gave their slot to another",
-    "prefix_cache_hits": "Prompts that began at a snapshot",
-    "prefix_cache_misses": "Prompts that began at nothing",
+    "steps": ("steps", "Steps of the engine"),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens computed"),
+    "generation_tokens": ("generated_tokens", "Tokens generated"),
+    "decode_calls": ("decode_calls", "Decode and verify windows; generated tokens per window is the acceptance length"),
+    "spec_decode_num_draft_tokens": ("drafted_tokens", "Draft tokens proposed"),
+    "spec_decode_num_accepted_tokens": ("accepted_tokens", "Draft tokens that stood"),
+    "num_preemptions": ("preemptions", "Requests that gave their slot to another"),
+    "prefix_cache_hits": ("cached_tokens", "Prompt tokens taken from the prefix cache"),
 }
+"""Name -> (its count in the scheduler's report, help)."""
 _GAUGES = {
-    "waiting": "Requests without a slot",
-    "running": "Requests in a slot",
-    "slots": "Slots of the session",
-    "free_slots": "Slots without a request",
-    "state_bytes": "State of all slots",
-    "swapped_requests": "Requests in host memory",
-    "swapped_bytes": "State of requests in host memory",
-    "prefix_cache_bytes": "Snapshots in the prefix cache",
+    "num_requests_waiting": ("waiting", "Requests without a slot"),
+    "num_requests_running": ("running", "Requests in a slot"),
+    "slots": ("slots", "Slots of the session"),
+    "free_slots": ("free_slots", "Slots without a request"),
+    "state_bytes": ("state_bytes", "State of all slots"),
+    "num_requests_swapped": ("swapped_requests", "Requests in host memory"),
+    "swapped_bytes": ("swapped_bytes", "State of requests in host memory"),
+    "prefix_cache_bytes": ("prefix_cache_bytes", "Snapshots in the prefix cache"),
 }
 _TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _TPOT_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
@@ -39,46 +43,70 @@ _ACCEPTANCE_BUCKETS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
 _LATENCY_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
 
-class Metrics:
-    """Counts and levels of the scheduler, and times per request. One per server; `render` is what /metrics returns."""
+def check_prefix(prefix: str) -> None:
+    """ValueError for a prefix that no metric's name can have."""
+    if not re.fullmatch("[a-zA-Z_:][a-zA-Z0-9_:]*", prefix):
+        raise ValueError(f"metrics_prefix must be letters, digits, _ and :, and begin with no digit, got {prefix!r}")
 
-    def __init__(self, loop: EngineLoop) -> None:
-        self._loop = loop
+
+class Metrics:
+    """Counts and levels of the scheduler, and times per request, labelled with the model's name.
+
+    One per server; `render` is what /metrics returns.
+    """
+
+    def __init__(self, loop: EngineLoop, model: str, prefix: str = PREFIX) -> None:
+        check_prefix(prefix)
+        self._loop, self._model, self._prefix = loop, model, prefix
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        self.requests = Counter(
-            f"{PREFIX}_requests", "Requests that ended, by reason", ["reason"], registry=self._registry
-        )
-        self.refused = Counter(f"{PREFIX}_refused", "Requests refused, by status", ["status"], registry=self._registry)
-        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS)
-        self.tpot = self._histogram("time_per_output_token_seconds", "Mean time of later tokens", _TPOT_BUCKETS)
-        self.queued = self._histogram("queue_seconds", "Arrival to first slot", _TTFT_BUCKETS)
-        self.acceptance = self._histogram("acceptance_length", "Mean tokens per window", _ACCEPTANCE_BUCKETS)
-        self.latency = self._histogram("request_seconds", "Arrival to last token", _LATENCY_BUCKETS)
+        self._ended = self._counter("request_success", "Requests that ended, by reason", "finished_reason")
+        self._refused = self._counter("request_error", "Requests refused, by HTTP status", "http_code")
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS)
+        self._tpot = self._histogram("time_per_output_token_seconds", "Mean time of later tokens", _TPOT_BUCKETS)
+        self._queued = self._histogram("request_queue_time_seconds", "Arrival to first slot", _TTFT_BUCKETS)
+        self._acceptance = self._histogram("acceptance_length", "Mean tokens per window", _ACCEPTANCE_BUCKETS)
+        self._latency = self._histogram("e2e_request_latency_seconds", "Arrival to last token", _LATENCY_BUCKETS)
 
     def ended(self, request: Request) -> None:
         """Take note of a request that has ended."""
-        self.requests.labels(request.finish_reason).inc()
+        self._ended.labels(self._model, request.finish_reason).inc()
         if request.acceptance_length is not None:
-            self.acceptance.observe(request.acceptance_length)
+            self._acceptance.observe(request.acceptance_length)
         if request.admitted:
-            self.queued.observe(request.admitted - request.submitted)
+            self._queued.observe(request.admitted - request.submitted)
         if request.first:
-            self.ttft.observe(request.first - request.submitted)
-            self.latency.observe(request.last - request.submitted)
+            self._ttft.observe(request.first - request.submitted)
+            self._latency.observe(request.last - request.submitted)
             if request.generated_count > 1:
-                self.tpot.observe((request.last - request.first) / (request.generated_count - 1))
+                self._tpot.observe((request.last - request.first) / (request.generated_count - 1))
+
+    def refused(self, status: int) -> None:
+        """Take note of a call that was answered with an error."""
+        self._refused.labels(self._model, str(status)).inc()
 
     def collect(self) -> Iterator[Metric]:
         report = self._loop.scheduler.report()
-        for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=report[name])
-        for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(f"{PREFIX}_{name}", text, value=report[name])
-        yield CounterMetricFamily(f"{PREFIX}_failed_steps", "Steps that failed", value=self._loop.failed_steps)
+        counts = {name: (report[key], text) for name, (key, text) in _COUNTERS.items()}
+        counts["failed_steps"] = self._loop.failed_steps, "Steps that failed"
+        counts["prefix_cache_queries"] = (
+            report["prompt_tokens"] + report["cached_tokens"],
+            "Prompt tokens looked up in the prefix cache",
+        )
+        levels = {name: (report[key], text) for name, (key, text) in _GAUGES.items()}
+        levels["kv_cache_usage_perc"] = 1 - report["free_slots"] / report["slots"], "Share of slots in use, 0 to 1"
+        for kind, values in ((CounterMetricFamily, counts), (GaugeMetricFamily, levels)):
+            for name, (value, text) in values.items():
+                family = kind(self._prefix + name, text, labels=["model_name"])
+                family.add_metric([self._model], value)
+                yield family
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
 
+    def _counter(self, name: str, text: str, label: str) -> Counter:
+        return Counter(self._prefix + name, text, ["model_name", label], registry=self._registry)
+
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"{PREFIX}_{name}", text, buckets=buckets, registry=self._registry)
+        made = Histogram(self._prefix + name, text, ["model_name"], buckets=buckets, registry=self._registry)
+        return made.labels(self._model)

@@ -31,7 +31,7 @@ GROUPS = {
     "Chat": ("chat_template", "tool_parser", "reasoning_parser"),
     "Server": (
         *("host", "port", "served_model_name", "api_key", "request_timeout", "max_request_bytes", "shutdown_timeout"),
-        *("log_level", "log_format"),
+        *("metrics_prefix", "log_level", "log_format"),
     ),
 }
 
@@ -126,6 +126,12 @@ GROUPS = {
     "--api-key",
     envvar="REPLAYSSM_API_KEY",
     help="Bearer token that /v1 wants; better set by $REPLAYSSM_API_KEY.  [default: none is wanted]",
+)
+@click.option(
+    "--metrics-prefix",
+    default="replayssm_",
+    show_default=True,
+    help="Of the names at /metrics; 'vllm:' or 'trtllm_' for dashboards made for those.",
 )
 @click.option(
     "--shutdown-timeout",
@@ -253,7 +259,9 @@ def _loop(engine: Any, **options: Any) -> Any:
 def _server_options(engine: Any, **options: Any) -> Any:
     from replayssm.runtime.api import ServerOptions
     from replayssm.runtime.chat_format import check_parsers
+    from replayssm.runtime.metrics import check_prefix
 
+    check_prefix(options["metrics_prefix"])
     check_parsers(engine.tokenizer, options["tool_parser"], options["reasoning_parser"])
     if options["api_key"] == "":
         raise ValueError("the API key is empty: leave --api-key out to serve without one")
@@ -266,6 +274,7 @@ def _server_options(engine: Any, **options: Any) -> Any:
         api_key=options["api_key"],
         timeout_s=options["request_timeout"],
         max_body_bytes=options["max_request_bytes"],
+        metrics_prefix=options["metrics_prefix"],
         chat_template=template,
         tool_parser=options["tool_parser"],
         reasoning_parser=options["reasoning_parser"],

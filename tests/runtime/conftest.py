@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 
 import pytest
 
@@ -86,6 +87,14 @@ class RunningServer:
 
         options = {"api_key": "none", "max_retries": 0, "timeout": WAIT_S, **options}
         return openai.OpenAI(base_url=f"{self.url}/v1", **options)
+
+    def metrics(self):
+        """Values at /metrics by name, without the prefix, with labels."""
+        import httpx
+
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        pairs = (line.removeprefix("replayssm_").rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return defaultdict(float, {name: float(value) for name, value in pairs})
 
     def until_idle(self):
         """Wait until nothing runs and no slot is taken."""

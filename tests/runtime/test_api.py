@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from importlib import metadata
 
 import pytest
 
@@ -219,7 +220,7 @@ def test_concurrent_clients_some_of_which_leave(server, client, alone):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_cancels_its_request(server, alone, stream):
-    before = server.app.state.server.metrics.requests.labels("cancelled")._value.get()
+    before = server.metrics()['request_success_total{finished_reason="cancelled",model_name="tiny"}']
     body = {"prompt": [1, 2, 3], "max_tokens": 390, "stream": stream, "ignore_eos": True}
     if stream:
         # Leaving after the first piece, not at a pause in the stream: a fast machine makes none.
@@ -229,7 +230,7 @@ def test_a_client_that_leaves_cancels_its_request(server, alone, stream):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(WAIT_S, read=0.05))
     server.until_idle()
-    assert server.app.state.server.metrics.requests.labels("cancelled")._value.get() == before + 1
+    assert server.metrics()['request_success_total{finished_reason="cancelled",model_name="tiny"}'] == before + 1
 
 
 def test_models_health_metrics(server, client):
@@ -239,15 +240,34 @@ def test_models_health_metrics(server, client):
         client.models.retrieve("other/model")
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
     client.completions.create(model="tiny", prompt="a", max_tokens=3)
-    text = httpx.get(f"{server.url}/metrics").text
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert float(values["replayssm_slots"]) == 2
-    assert float(values["replayssm_state_bytes"]) == server.loop.scheduler.session.state_bytes
-    assert float(values['replayssm_requests_total{reason="length"}']) >= 1
-    assert float(values["replayssm_time_to_first_token_seconds_count"]) >= 1
-    count, total = (float(values[f"replayssm_acceptance_length_{name}"]) for name in ("count", "sum"))
-    assert 1 <= total / count <= 4
-    assert float(values["replayssm_generated_tokens_total"]) >= 3
+    values = server.metrics()
+    assert {key for key in values if 'model_name="tiny"' not in key} == set()
+    values = {key.replace('{model_name="tiny"}', ""): value for key, value in values.items()}
+    assert values["slots"] == 2
+    assert values["state_bytes"] == server.loop.scheduler.session.state_bytes
+    assert values['request_success_total{finished_reason="length",model_name="tiny"}'] >= 1
+    assert values["time_to_first_token_seconds_count"] >= 1
+    assert 1 <= values["acceptance_length_sum"] / values["acceptance_length_count"] <= 4
+    assert values["generation_tokens_total"] >= 3
+    assert values["kv_cache_usage_perc"] in (0, 0.5)
+    assert values["prefix_cache_queries_total"] == values["prompt_tokens_total"] + values["prefix_cache_hits_total"]
+    assert httpx.get(f"{server.url}/version").json() == {"version": metadata.version("replayssm-trt")}
+
+
+def test_metrics_have_the_names_of_the_dashboards(start):
+    """Panels of vLLM's and trtllm-serve's dashboards find theirs, given the prefix."""
+    names = (
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"),
+        *("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
+        *("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total", "request_success_total"),
+        *("time_to_first_token_seconds_bucket", "time_per_output_token_seconds_sum"),
+        *("e2e_request_latency_seconds_count", "request_queue_time_seconds_bucket"),
+    )
+    server = start(slots=1, draft="none", metrics_prefix="vllm:")
+    server.client().completions.create(model="tiny", prompt="a", max_tokens=2)
+    for path in ("metrics", "prometheus/metrics"):
+        text = httpx.get(f"{server.url}/{path}").text
+        assert [name for name in names if f"\nvllm:{name}{{" not in text] == []
 
 
 def test_stats_and_page(server, client):

@@ -180,6 +180,7 @@ def test_kill_and_restart_from_a_checkpoint(tiny_checkpoint, tmp_path):
         (("ENGINE", "--draft-len", 2), "--draft-len means nothing without drafts: choose --draft ngram, mtp, engine"),
         (("ENGINE", "--adaptive-drafts"), "--adaptive-drafts means nothing without drafts"),
         (("ENGINE", "--api-key", ""), "the API key is empty"),
+        (("ENGINE", "--metrics-prefix", "9-"), "error: --metrics-prefix must be letters, digits, _ and :"),
         (("ENGINE", "--chat-template", "/dev/null"), "/dev/null is empty: expected a chat template"),
         (("ENGINE", "--swap-memory", -1), "Invalid value for '--swap-memory': -1 is not in the range x>=0"),
         (("ENGINE", "--shutdown-timeout", -1), "Invalid value for '--shutdown-timeout'"),
