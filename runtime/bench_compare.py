@@ -89,8 +89,8 @@ def plot(lines: list[Line], names: tuple[str, str], path: Path) -> None:
 
     shown = [line for line in lines if line.better is not None and line.ratio is not None][::-1]
     figure, axes = pyplot.subplots(figsize=(7, 0.8 + 0.35 * len(shown)))
-    colours = ["#2a7f62" if line.better else "#b5483a" for line in shown]
-    bars = axes.barh([line.label for line in shown], [line.ratio for line in shown], color=colours, height=0.6)
+    colors = ["#2a7f62" if line.better else "#b5483a" for line in shown]
+    bars = axes.barh([line.label for line in shown], [line.ratio for line in shown], color=colors, height=0.6)
     axes.bar_label(bars, [f"{line.ratio:.2f}" for line in shown], padding=3, fontsize=8)
     axes.margins(x=0.12)
     axes.axvline(1.0, color="#444444", linewidth=0.8)

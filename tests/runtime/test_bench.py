@@ -195,7 +195,7 @@ def test_compare(report, tmp_path):
     assert "time to first token, mean ms" not in lines
     pytest.importorskip("matplotlib")
     plot(list(lines.values()), ("a", "b"), tmp_path / "ratios.svg")
-    assert "output tokens/s" in (tmp_path / "ratios.svg").read_text() or (tmp_path / "ratios.svg").stat().st_size > 5000
+    assert "output tokens/s" in (tmp_path / "ratios.svg").read_text()
     for content in ("{", "[]", '{"performance": 1}'):
         with pytest.raises(ValueError, match="expected what --report-json wrote"):
             read_report(write(tmp_path / "broken", content))
