@@ -11,7 +11,7 @@ from pathlib import Path
 
 from matplotlib import pyplot as plt
 from plot_style import COLORS, save
-from report_lines import KERNEL_BENCHMARKS, NAMES, WINDOW, Line, select
+from report_lines import KERNEL_BENCHMARKS, NAMES, WINDOW, Line, select, usual
 
 CEILING_NOISE = 1.01
 """By how much a kernel may exceed a measured ceiling, whose repeats differ by some tenths of a percent. A ceiling that
@@ -38,7 +38,7 @@ def shares(found: list[Line], fill: str | int) -> dict[int, float]:
 
 def plot_kernels(lines: list[Line], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.7, 3.9), layout="constrained")
-    kernels = [one for one in lines if one["benchmark"] in KERNEL_BENCHMARKS]
+    kernels = [one for one in usual(lines) if one["benchmark"] in KERNEL_BENCHMARKS]
     for geometry, color in COLORS.items():
         for window, (style, marker, step) in STYLES.items():
             same = {"geometry": geometry, "window": window, "state_dtype": "float32", "readout_dtype": "same"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from report_lines import KERNEL_BENCHMARKS, NAMES, Line, decode_lines, longest_contexts, select
+from report_lines import KERNEL_BENCHMARKS, NAMES, Line, decode_lines, longest_contexts, select, usual
 
 BATCH = 256
 PEERS = {"vllm": "vLLM", "mamba-ssm": "mamba-ssm", "fla": "flash-linear-attention", "flashinfer": "flashinfer"}
@@ -40,7 +40,7 @@ class Bar:
 
 def kernel_bars(lines: list[Line]) -> dict[str, list[Bar]]:
     """Model -> decode of one recurrent layer: the fastest peers, and ours."""
-    kernels = [line for line in lines if line["benchmark"] in KERNEL_BENCHMARKS and line["correct"]]
+    kernels = [line for line in usual(lines) if line["benchmark"] in KERNEL_BENCHMARKS and line["correct"]]
     bars = {}
     for name in NAMES:
         found = select(kernels, geometry=name, batch=BATCH, window=1)
@@ -61,7 +61,7 @@ def kernel_bars(lines: list[Line]) -> dict[str, list[Bar]]:
 
 def step_bars(lines: list[Line]) -> dict[str, list[Bar]]:
     """Model -> whole decode steps of all its layers: vLLM's engine, and ours. Models without a peer are left out."""
-    whole = [line for line in decode_lines(lines) if line["layers"] == line["layers_total"] and line["correct"]]
+    whole = [line for line in decode_lines(usual(lines)) if line["layers"] == line["layers_total"] and line["correct"]]
     bars = {}
     for name in NAMES:
         found = select(whole, geometry=name, batch=BATCH)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from report_lines import NAMES, WINDOW, Line, best_of, ratio, select, share_of, table
+from report_lines import BUFFER_LEN, NAMES, WINDOW, Line, best_of, ratio, select, share_of, table
 
 PRODUCT_PEERS = {
     "dequantize": "dequantized, cuBLAS",
@@ -12,40 +12,49 @@ PRODUCT_PEERS = {
 }
 
 
+KERNELS = (("mamba2", "nano4b"), ("mamba2", "super120b"), ("gdn", "qwen4b"), ("gdn", "qwen122b"))
+FORMATS = (("float32", "same"), ("float16", "same"), ("float16", "nvfp4"))
+
+
 def kernel_table(lines: list[Line]) -> str:
     """Decode and verify of one layer at batch 256, beside the least time that rewriting the state can take."""
     rows = []
-    for op, name in (("mamba2", "nano4b"), ("mamba2", "super120b"), ("gdn", "qwen4b"), ("gdn", "qwen122b")):
+    for op, name in KERNELS:
         found = select(lines, benchmark=f"{op}_window", geometry=name, batch=256, correct=True)
-        for state, readout in (("float32", "same"), ("float16", "same"), ("float16", "nvfp4")):
+        for state, readout in FORMATS:
             for window in (1, WINDOW):
-                kind = {"state_dtype": state, "readout_dtype": readout}
-                ours = select(found, window=window, variant="ours", fill="desync", **kind)
+                same = {"window": window, "state_dtype": state, "readout_dtype": readout}
+                ours = select(found, variant="ours", fill="desync", **same)
                 # Others have no copy of the state that outputs read: beside ours stand those with fp32.
                 other = state if readout == "same" else "float32"
-                here = select(found, window=window, state_dtype=other, readout_dtype="same")
-                plain = select(here, variant="plain")
-                peers, replay_peers = select(here, op="peer"), select(here, op="replay_peer", fill="desync")
-                ceiling = (ours if readout == "same" else plain)[:1]
-                if not ours or not plain or not ceiling[0].get("rmw_ceiling_gb_s"):
-                    continue
-                one = ours[0]
-                least = plain[0]["bytes"] / ceiling[0]["rmw_ceiling_gb_s"] / 1e3
-                rows.append(
-                    [
-                        f"{NAMES[name]}, {state}" + ("" if readout == "same" else f" and {readout} readout"),
-                        "decode" if window == 1 else f"verify {window}",
-                        f"{one['median_us']:.0f}",
-                        share_of(one["gb_s"], one["ceiling_gb_s"]),
-                        f"{least:.0f}",
-                        ratio(least, one["median_us"]),
-                        f"{plain[0]['median_us']:.0f}",
-                        best_of(peers),
-                        best_of(replay_peers),
-                    ]
-                )
+                beside = select(found, window=window, state_dtype=other, readout_dtype="same")
+                rows += [kernel_row(one, beside) for one in sorted(ours, key=lambda line: line["L"])]
     head = ["layer", "step", "replay us", "of the read ceiling", "rewriting at the ceiling us", "over that"]
-    return table([*head, "our plain kernel us", "best peer us", "best peer with replay us"], rows)
+    head += ["our plain kernel us", "best peer us", "best peer with replay us"]
+    return table(head, [row for row in rows if row])
+
+
+def kernel_row(ours: Line, beside: list[Line]) -> list[str]:
+    """One of our lines among others of its step; nothing where its run had no plain kernel or no ceiling."""
+    has_copy = ours["readout_dtype"] != "same"
+    plain = next(iter(select(beside, variant="plain")), None)
+    ceiling = (plain if has_copy else ours) or {}
+    if plain is None or not ceiling.get("rmw_ceiling_gb_s"):
+        return []
+    least = plain["bytes"] / ceiling["rmw_ceiling_gb_s"] / 1e3
+    form = ours["state_dtype"] + (f" and {ours['readout_dtype']} readout" if has_copy else "")
+    length = "" if ours["L"] == BUFFER_LEN else f", L = {ours['L']}"
+    return [
+        f"{NAMES[ours['geometry']]}, {form}{length}",
+        "decode" if ours["window"] == 1 else f"verify {ours['window']}",
+        f"{ours['median_us']:.0f}",
+        share_of(ours["gb_s"], ours["ceiling_gb_s"]),
+        f"{least:.0f}",
+        ratio(least, ours["median_us"]),
+        f"{plain['median_us']:.0f}",
+        best_of(select(beside, op="peer")),
+        best_of(select(beside, op="replay_peer", fill="desync")),
+    ]
 
 
 def product_table(lines: list[Line]) -> str:

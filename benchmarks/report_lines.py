@@ -9,7 +9,7 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 NAMES = {"nano4b": "Nemotron-3-Nano-4B", "super120b": "Nemotron-3-Super-120B", "qwen4b": "Qwen3.5-4B"}
 NAMES["qwen122b"] = "Qwen3.5-122B-A10B"
-WINDOW = 5
+WINDOW, BUFFER_LEN = 5, 16
 KERNEL_BENCHMARKS = ("mamba2_window", "gdn_window")
 
 Line = dict
@@ -32,6 +32,11 @@ def read_lines(folder: Path) -> list[Line]:
 
 def select(lines: Iterable[Line], **wanted) -> list[Line]:
     return [line for line in lines if all(line.get(name) == value for name, value in wanted.items())]
+
+
+def usual(lines: Iterable[Line]) -> list[Line]:
+    """Lines of the usual ring, or of none; other lengths are measured here and there."""
+    return [line for line in lines if line.get("L", BUFFER_LEN) in (0, BUFFER_LEN)]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from report_headline import BATCH, LOW_PRECISION, kernel_bars
-from report_lines import KERNEL_BENCHMARKS, NAMES, WINDOW, Line, decode_lines, longest_contexts, model_of, select, table
+from report_lines import (
+    KERNEL_BENCHMARKS,
+    NAMES,
+    WINDOW,
+    Line,
+    decode_lines,
+    longest_contexts,
+    model_of,
+    select,
+    table,
+    usual,
+)
 from report_vllm import over_vllm
 
 
@@ -32,7 +43,7 @@ def kernel_summary(lines: list[Line]) -> str:
 
 def over_snapshots(lines: list[Line], name: str, formats: dict[str, str]) -> str:
     """Windows of drafts beside our plain kernel, which stores the fp32 state after each token."""
-    kernels = [line for line in lines if line["benchmark"] in KERNEL_BENCHMARKS]
+    kernels = [line for line in usual(lines) if line["benchmark"] in KERNEL_BENCHMARKS]
     found = select(kernels, geometry=name, batch=BATCH, window=WINDOW, correct=True)
     ours = select(found, variant="ours", fill="desync", **formats)
     plain = select(found, variant="plain", state_dtype="float32")
@@ -41,6 +52,7 @@ def over_snapshots(lines: list[Line], name: str, formats: dict[str, str]) -> str
 
 def step_summary(lines: list[Line]) -> str:
     """How many times as fast whole steps are as others, at the batch of every table."""
+    lines = usual(lines)
     steps = longest_contexts(select(decode_lines(lines), batch=BATCH))
     drafts = select(lines, benchmark="e2e_spec_decode_throughput", batch=BATCH)
     divided = select(lines, benchmark="e2e_tensor_parallel", batch=BATCH, variant="2 gpus")

@@ -11,6 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import report
 import report_headline
+import report_kernels
 import report_lines
 import report_parallel
 import report_serving
@@ -134,7 +135,7 @@ def kernel_line(variant: str, us: float, **changes) -> dict:
     return {
         "benchmark": "gdn_window", "op": "gdn_window", "geometry": "qwen4b", "batch": 256, "window": 1,
         "state_dtype": "float32", "readout_dtype": "same", "fill": "desync", "variant": variant, "correct": True,
-        "median_us": us, "p10_us": us, "p90_us": us, **changes,
+        "L": 0 if variant == "plain" else 16, "median_us": us, "p10_us": us, "p90_us": us, **changes,
     }  # fmt: skip
 
 
@@ -172,3 +173,14 @@ def test_the_summary_compares_with_vllm_at_its_fastest() -> None:
     assert [bar.kind for bar in bars] == ["peer", "plain", "replay"]
     assert bars[0].varies
     assert report_headline.step_bars(steps) == {}, "a model without a peer is not in the picture"
+
+
+def test_other_rings_stand_in_the_whole_table_alone() -> None:
+    speed = {"gb_s": 3000.0, "ceiling_gb_s": 4000.0, "rmw_ceiling_gb_s": 4000.0, "bytes": 4e8}
+    lines = [kernel_line("plain", 120.0, **speed), kernel_line("ours", 50.0, **speed)]
+    longer = kernel_line("ours", 40.0, **speed, L=32)
+    assert report_kernels.kernel_table([*lines, longer]).splitlines()[2:] == [
+        "| Qwen3.5-4B, float32 | decode | 50 | 75 % | 100 | 2.00x | 120 |  |  |",
+        "| Qwen3.5-4B, float32, L = 32 | decode | 40 | 75 % | 100 | 2.50x | 120 |  |  |",
+    ]
+    assert report_summary.kernel_summary([*lines, longer]) == report_summary.kernel_summary(lines)
