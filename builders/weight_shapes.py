@@ -215,7 +215,8 @@ def storage(shape: Shape, module_format: str, dtype: str = "bfloat16") -> dict[s
             "input_scale": ("float32", ()),
         }
     if module_format not in (NVFP4, W4A16_NVFP4):
-        raise ValueError(f"unknown module format {module_format!r}")
+        known = ", ".join((DENSE, FP8, NVFP4, W4A16_NVFP4))
+        raise ValueError(f"unknown module format {module_format!r}; expected one of {known}")
     rows, columns = shape
     if columns % GROUP_SIZE:
         raise ValueError(f"NVFP4 needs an input width in blocks of {GROUP_SIZE}, got a weight of shape {shape}")

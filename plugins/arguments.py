@@ -107,7 +107,10 @@ def _parts(state: LayerState) -> list[torch.Tensor | None]:
     for spec in state_parts(state.geometry, state.settings):
         tensor = state[spec.name]
         if not tensor[0].is_contiguous() or tensor.dtype != torch_dtype(spec.dtype) or tensor.data_ptr() % 16:
-            raise ValueError(f"state part {spec.name} must be dense within a slot, aligned and {spec.dtype}")
+            raise ValueError(
+                f"state part {spec.name} must be dense within a slot, on a 16-byte boundary and {spec.dtype}, got "
+                f"{tensor.dtype} with strides {tensor.stride()}: take it from `allocate_state`"
+            )
         scalars = ("ring_dt", "ring_g", "readout_scale", "checkpoint_scale")
         loaded_by_16_bytes = spec.dtype != "int32" and not spec.name.startswith(scalars)
         if tensor.stride(0) > 2**31 - 1 or (loaded_by_16_bytes and tensor.stride(0) * tensor.element_size() % 16):

@@ -88,7 +88,7 @@ def generate(
         for index, prompt in enumerate(prompts)
     ]
     if requests and not session.free_slots:
-        raise ValueError("the session has no free slot")
+        raise ValueError(f"all {session.slots} slots of the session are in use: free one first")
     for request in requests:
         scheduler.submit(request)
     try:

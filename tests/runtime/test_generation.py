@@ -375,6 +375,6 @@ def test_generation_beside_other_sequences(tiny_engine):
     generate(session, random_prompts(3, 8, 30, seed=1), 10)
     assert int(session.decode([mine], [expected[0]])[0].argmax()) == expected[1]
     other = session.allocate()
-    with pytest.raises(ValueError, match="no free slot"):
+    with pytest.raises(ValueError, match="all 2 slots of the session are in use"):
         generate(session, [prompt], 5)
     session.free(other)
