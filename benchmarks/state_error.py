@@ -33,7 +33,7 @@ from examples.replay import BUFFER_LEN, GdnCore, Mamba2Core, ReplayCore, normali
 from examples.state_formats import StateFormat, Store  # noqa: E402
 from examples.tokenizer import prompt_ids  # noqa: E402
 from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry, RecurrentGeometry  # noqa: E402
-from replayssm.plugins.reference.philox import rounding_bits  # noqa: E402
+from replayssm.plugins.reference.rounding import rounding_bits  # noqa: E402
 
 FORMATS = (
     StateFormat("float32"),

@@ -15,7 +15,7 @@ from examples.replay import BUFFER_LEN, GdnCore, Mamba2Core, normalized, softplu
 from examples.state_formats import StateFormat, Store
 from examples.tokenizer import END, PAD
 from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry
-from replayssm.plugins.reference.philox import rounding_bits
+from replayssm.plugins.reference.rounding import rounding_bits
 
 
 @dataclass

@@ -13,13 +13,11 @@ from typing import ClassVar
 import torch
 
 from replayssm.plugins import elementwise
+from replayssm.plugins.philox import philox4x32
 from replayssm.runtime.errors import NOT_FINITE, InferenceError
 
 _WORD = 0xFFFFFFFF
-_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 _PHILOX_ROUNDS = 10
-
 
 KINDS = ("greedy", "plain", "ranked")
 """Of `SamplingParams.kind`, each dearer than the one before."""
@@ -85,26 +83,11 @@ class VocabularyPart:
     gather: Callable[[torch.Tensor], torch.Tensor]
 
 
-def _philox(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Philox4x32-10 (Salmon et al., SC 2011) on int64 tensors that hold 32-bit words."""
-    for _ in range(_PHILOX_ROUNDS):
-        # The product wraps modulo 2^64 in int64, which leaves its bits right; masking undoes the arithmetic shift.
-        first, second = (counter[2 * i] * _PHILOX_MULTIPLIERS[i] for i in range(2))
-        counter = [
-            (second >> 32 & _WORD) ^ counter[1] ^ key[0],
-            second & _WORD,
-            (first >> 32 & _WORD) ^ counter[3] ^ key[1],
-            first & _WORD,
-        ]
-        key = [key[i] + _PHILOX_WEYL[i] & _WORD for i in range(2)]
-    return counter
-
-
 def uniform(seeds: torch.Tensor, positions: torch.Tensor, purpose: int) -> torch.Tensor:
     """Uniform float64 numbers in [0, 1) for int64 `seeds` (two's complement of the 64-bit seed) and `positions` [R]."""
     zero = torch.zeros_like(positions)
-    counter = [positions & _WORD, positions >> 32 & _WORD, zero + purpose, zero]
-    words = _philox(counter, [seeds & _WORD, seeds >> 32 & _WORD])
+    counter = (positions & _WORD, positions >> 32 & _WORD, zero + purpose, zero)
+    words = philox4x32(counter, (seeds & _WORD, seeds >> 32 & _WORD), _PHILOX_ROUNDS)
     return ((words[0] >> 5) * 2**26 + (words[1] >> 6)).double() * 2.0**-53
 
 

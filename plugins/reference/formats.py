@@ -11,7 +11,7 @@ import torch
 
 from replayssm.plugins.contract import NVFP4_BLOCK, ReplaySettings
 from replayssm.plugins.nvfp4 import decode, pack_words, unpack_words
-from replayssm.plugins.reference.philox import rounding_bits
+from replayssm.plugins.reference.rounding import rounding_bits
 from replayssm.plugins.state import LayerState, torch_dtype
 
 Parts = dict[str, torch.Tensor]

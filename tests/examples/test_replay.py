@@ -10,7 +10,7 @@ from examples.state_formats import StateFormat, Store, float8_value, nvfp4_value
 from replayssm.plugins import reference
 from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry, ReplaySettings
 from replayssm.plugins.reference.formats import decode_float8, decode_nvfp4, encode_float8, encode_nvfp4
-from replayssm.plugins.reference.philox import rounding_bits
+from replayssm.plugins.reference.rounding import rounding_bits
 from replayssm.plugins.state import allocate_state
 
 MAMBA2, GDN = Mamba2Geometry(4, 6, 64, 2), GdnGeometry(2, 4, 64, 8)

