@@ -222,8 +222,10 @@ def window_config(
 
 
 @cache
-def conv_config(geometry: ConvGeometry, settings: ReplaySettings, has_bias: bool, weight_dtype: str) -> KernelConfig:
-    """Convolution kernel: a thread owns 8 channels of one row and walks its window."""
+def conv_config(
+    geometry: ConvGeometry, settings: ReplaySettings, has_bias: bool, weight_dtype: str, rows: int = 1
+) -> KernelConfig:
+    """Convolution kernel: a thread owns 8 channels of `rows` rows and walks their windows."""
     if settings.activation_dtype not in ("bfloat16", "float16") or weight_dtype not in FORMATS:
         raise UnsupportedGeometryError(
             f"causal_conv1d_window: activations {settings.activation_dtype} with weights {weight_dtype} have no kernel"
@@ -240,6 +242,7 @@ def conv_config(geometry: ConvGeometry, settings: ReplaySettings, has_bias: bool
         "MAX_WINDOW": settings.max_window,
         "ACTIVATION_FORMAT": FORMATS[settings.activation_dtype],
         "CHUNK": CONV_CHUNK,
+        "ROWS": rows,
         "WEIGHT_FORMAT": FORMATS[weight_dtype],
         "HAS_BIAS": int(has_bias),
         "BULK_COPY": 0,

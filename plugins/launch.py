@@ -34,6 +34,9 @@ from replayssm.plugins.state import LayerState
 LIKELY_PROMPT = 128
 """Tokens of a prefill row, as a guess from which the number of prefill rows of a call follows."""
 
+PAIRED_CONV_ROWS = 128
+"""With fewer rows of decode, each has blocks of its own."""
+
 _prefill_rows: ContextVar[bool | None] = ContextVar("prefill_rows", default=None)
 
 
@@ -160,13 +163,14 @@ def causal_conv1d_window(
 ) -> torch.Tensor:
     """`reference.causal_conv1d_window` on a GPU; `out` [T, C] as for `mamba2_window`."""
     dtype = str(weight.dtype).removeprefix("torch.")
-    config = geo.conv_config(state.expect(ConvGeometry), state.settings, bias is not None, dtype)
+    rows = conv_rows(seq_lens.shape[0], state)
+    config = geo.conv_config(state.expect(ConvGeometry), state.settings, bias is not None, dtype, rows)
     out = torch.zeros_like(x, memory_format=torch.contiguous_format) if out is None else out
     launch(
         config,
         conv_arguments(x, weight, bias, state, (seq_lens, window_starts, window_lens, state_batch_indices), out),
         x.device,
-        seq_lens.shape[0],
+        seq_lens.shape[0] // rows,
         conv_chunks(x.shape[0], seq_lens.shape[0], state),
     )
     return out
@@ -193,6 +197,11 @@ def attention_window(
     arguments = attention_arguments(q, k, v, state, index, scale, out)
     launch(config, arguments, q.device, geo.attention_tiles(config), blocks_x=q.shape[0])
     return out
+
+
+def conv_rows(rows: int, state: LayerState) -> int:
+    """Rows of a block: two where decode steps have more of them than run at once."""
+    return 2 if state.settings.max_window == 1 and rows % 2 == 0 and rows >= PAIRED_CONV_ROWS else 1
 
 
 def conv_chunks(tokens: int, rows: int, state: LayerState) -> int:

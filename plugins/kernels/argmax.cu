@@ -28,20 +28,22 @@ argmax(
     const int tid = threadIdx.x;
     const float4* row = (const float4*)(x + (long long)blockIdx.x * COLUMNS);
     Largest found = {-INFINITY, 0x7fffffff};
-    for (int begin = tid; begin < CHUNKS; begin += ITEMS * THREADS) {
+    // From the end on: what the product before this wrote last is still in the cache, and reading the row from its beginning
+    // would drive it out.
+    constexpr int ROUND = ITEMS * THREADS;
+    for (int begin = (CHUNKS - 1) / ROUND * ROUND + tid; begin >= 0; begin -= ROUND) {
         float4 chunks[ITEMS];
 #pragma unroll
         for (int i = 0; i < ITEMS; i++)
             if (begin + i * THREADS < CHUNKS) chunks[i] = row[begin + i * THREADS];
 #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
+        for (int i = ITEMS - 1; i >= 0; i--) {
             if (begin + i * THREADS >= CHUNKS) continue;
             const float parts[4] = {chunks[i].x, chunks[i].y, chunks[i].z, chunks[i].w};
             const int place = 4 * (begin + i * THREADS);
 #pragma unroll
-            for (int e = 0; e < 4; e++)  // later ones replace only what is smaller, a NaN nothing but numbers
-                if (parts[e] > found.value || (parts[e] != parts[e] && found.value == found.value))
-                    found = {parts[e], place + e};
+            for (int e = 3; e >= 0; e--)  // earlier ones replace what is not larger, a NaN everything
+                if (parts[e] >= found.value || parts[e] != parts[e]) found = {parts[e], place + e};
         }
     }
 #pragma unroll

@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,14 @@ def test_long_convolutions_are_cut_into_chunks() -> None:
         assert [launch.conv_chunks(512, rows, state) for rows in (1, 8, 512)] == [8, 4, 1]
     with launch.prefill_rows(False):
         assert launch.conv_chunks(512, 8, state) == 1
+
+
+def test_many_rows_of_decode_share_the_blocks_of_a_convolution() -> None:
+    windows = [allocate_state(ConvGeometry(16, 4), replace(SETTINGS, max_window=length), 3) for length in (1, 5)]
+    assert [[launch.conv_rows(rows, state) for rows in (1, 64, 256, 257)] for state in windows] == [
+        [1, 1, 2, 1],
+        [1] * 4,
+    ]
 
 
 @pytest.fixture
