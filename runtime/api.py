@@ -317,6 +317,10 @@ def _add_error_handlers(app: FastAPI, server: Server) -> None:
     async def closing(http: HttpRequest, error: NotServingError) -> Response:
         return answer(503, str(error), code="service_unavailable", retry_after_s=SHUTDOWN_RETRY_S)
 
+    @app.exception_handler(Exception)  # it goes into the log too
+    async def failed(http: HttpRequest, error: Exception) -> Response:
+        return answer(500, f"the server failed ({type(error).__name__}); its log says where", code="internal_error")
+
     @app.exception_handler(ClientGoneError)
     async def gone(http: HttpRequest, error: ClientGoneError) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Awaitable, Callable
 from email.message import Message
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from replayssm.runtime.api_call import ClientGoneError
 from replayssm.runtime.api_errors import ApiError, explain, shown
 
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -64,9 +66,19 @@ def parse_json(raw: bytes) -> dict[str, Any]:
         raise _no_json("it is nested too deeply") from error
     except ValueError as error:  # Python's limit on the digits of an integer
         raise _no_json("a number has too many digits") from error
+    _check_surrogates(raw, value)
     if not isinstance(value, dict):
         raise ApiError(f"the body: expected a JSON object, got {shown(value)}", code="invalid_type")
     return value
+
+
+def _check_surrogates(raw: bytes, value: Any) -> None:
+    """ApiError for half a surrogate pair, which JSON can write and no text can hold."""
+    if SURROGATE.search(raw) is not None:
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise _no_json("a string has half a surrogate pair, which is no character") from error
 
 
 def _refuse(name: str) -> None:

@@ -107,7 +107,7 @@ def _check_neutral(name: str, value: Any) -> None:
     if any(type(value) is type(neutral) and value == neutral for neutral in values):
         return
     if not values:
-        raise _error("unsupported_parameter", f"{name} is not supported: {reason}; leave it out", name)
+        raise _error("unsupported_parameter", f"{name} is not supported ({reason}): leave it out", name)
     expected = shown(values[0])
     raise _error("unsupported_value", f"{name}: expected {expected} or nothing, got {shown(value)}: {reason}", name)
 

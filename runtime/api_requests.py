@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from replayssm.runtime.api_errors import ApiError
 from replayssm.runtime.api_schema import ChatBody, GenerationBody
 from replayssm.runtime.chat_format import ChatFormat, detect
 from replayssm.runtime.logits_processor import LogitRules, LogitsProcessor
@@ -42,8 +43,12 @@ class ServerOptions:
     reasoning_parser: str | None = None
 
 
+def _unsupported(name: str, message: str) -> ApiError:
+    return ApiError(message, name, "unsupported_value")
+
+
 class RequestMaker:
-    """Makes requests for one session. Raises ValueError for what the server was not started with."""
+    """Makes requests for one session. Raises ApiError or ValueError for what the server was not started with."""
 
     def __init__(self, session: Session, options: ServerOptions) -> None:
         self.session, self.options = session, options
@@ -70,13 +75,16 @@ class RequestMaker:
         messages, tools = [message.for_template() for message in body.messages], body.usable_tools
         if tools and self.format.tool_parser is None:
             if self.options.tool_parser == "auto":
-                raise ValueError(
+                raise _unsupported(
+                    "tools",
                     "the model's chat template shows no format of tool calls that is known here: name one with "
-                    "--tool-parser if the model has one, or ask without tools"
+                    "--tool-parser if the model has one, or ask without tools",
                 )
-            raise ValueError("this server parses no tool calls: start it with --tool-parser, or ask without tools")
+            raise _unsupported(
+                "tools", "this server parses no tool calls: start it with --tool-parser, or ask without tools"
+            )
         if tools and "tools" not in template:
-            raise ValueError("the chat template has no place for tools: ask without them")
+            raise _unsupported("tools", "the chat template has no place for tools: ask without them")
         with self._encoding:
             return encode_chat(self._encoder, messages, template, body.template_variables, tools or None)
 
@@ -127,8 +135,12 @@ class RequestMaker:
         check_token_ids(rules.logit_bias, self.session.engine.vocab_size)
         wanted, grammar = body.constraint, None
         if wanted is not None:
-            after = self.format.end_of_reasoning(prompt) if isinstance(body, ChatBody) else None
-            grammar = self._grammars.make(*wanted, after)
+            try:
+                after = self.format.end_of_reasoning(prompt) if isinstance(body, ChatBody) else None
+                grammar = self._grammars.make(*wanted, after)
+            except ValueError as error:
+                name = "response_format" if body.structured_outputs is None else "structured_outputs"
+                raise _unsupported(name, str(error)) from error
         elif rules.change_nothing:
             return None
         return LogitsProcessor(prompt, rules, end_tokens, grammar)

@@ -303,10 +303,11 @@ def test_stats_and_page(server, client):
         ({"prompt": "a", "n": 9}, 400, "expected 1 to 8 choices", None, None),
         ({"prompt": []}, 400, "choices (prompts times n), got 0", None, None),
         ({"prompt": ""}, 400, "the prompt is empty", None, None),
-        ({"prompt": "\ud800"}, 400, "not valid Unicode: character 0 is a lone surrogate", None, None),
+        ({"prompt": "\ud800"}, 400, "a string has half a surrogate pair", None, "invalid_json"),
+        ({"prompt": "a", "n": {"\udfff": 1}}, 400, "a string has half a surrogate pair", None, "invalid_json"),
         ({"prompt": [10**6]}, 400, "token id 1000000 is outside the vocabulary of", None, None),
         ({"prompt": [1] * 400}, 400, "400 with its output: shorten", "prompt", "context_length_exceeded"),
-        ({"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "expression cannot be enforced", None, None),
+        ({"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "cannot be enforced", "structured_outputs", None),
         ("{", 400, "the body is not JSON: Expecting property name", None, "invalid_json"),
         ('{"prompt": "a", "temperature": NaN}', 400, "NaN is no number", None, "invalid_json"),
     ],
@@ -444,6 +445,23 @@ def test_what_is_cut_at_shutdown_ends_with_an_error(start, caplog, monkeypatch):
     assert "the server is shutting down" in error["message"]
     assert (error["type"], error["code"]) == ("server_error", "service_unavailable")
     assert not [record for record in caplog.records if record.exc_info], "a traceback in the log"
+
+
+def test_an_error_of_the_server_has_the_shape_of_all(server, monkeypatch):
+    """A pair of surrogates is a character, and what breaks behind the checks is 500, not a text without a shape."""
+    body = {"prompt": "\U0001f600", "max_tokens": 1}
+    assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+    assert httpx.post(f"{server.url}/v1/completions", json=body | {"stop": "\U0001f600"}).status_code == 200
+
+    def fails(*_):
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(server.app.state.server.maker, "make", fails)
+    answer = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert answer.status_code == 500
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "internal_error")
+    assert "secret" not in error["message"]
 
 
 def test_health_of_a_stopped_engine(start):

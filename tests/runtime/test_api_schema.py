@@ -80,7 +80,7 @@ def test_every_field_refuses_values_of_other_types_in_words_of_our_own(kind):
         (CompletionBody, "response_format", {"type": "json_schema"}, "has a json_schema", "invalid_value"),
         (CompletionBody, "structured_outputs", {}, "exactly one of json, json_object, regex, choice", "invalid_value"),
         (CompletionBody, "structured_outputs", {"json": "{"}, "json must be a JSON schema", "invalid_value"),
-        (CompletionBody, "guided_json", {}, "guided_json is not supported: use structured_outputs", None),
+        (CompletionBody, "guided_json", {}, "guided_json is not supported (use structured_outputs", None),
         (ChatBody, "messages", [], "messages: expected a list of at least 1, got []", "empty_array"),
         (ChatBody, "messages", [{"role": "critic", "content": "x"}],
          "role: expected 'system', 'developer', 'user', 'assistant' or 'tool', got \"critic\"", "invalid_value"),
