@@ -150,7 +150,7 @@ def window_config(
     if uses_readout(settings):
         from replayssm.plugins import readout_geometry  # which needs this module
 
-        return readout_geometry.readout_config(geometry, settings, arch, embedded, cta_rows)
+        return readout_geometry.readout_config(geometry, settings, arch, embedded, cta_rows, ahead_rows=ahead_rows)
     limits = architecture(arch)
     capacity = min(limits.shared_per_block, EMBEDDED_SHARED_BYTES) if embedded else limits.shared_per_block
     kind = geometry.kind

@@ -25,9 +25,14 @@ REGISTERS_OF_MAMBA2 = 80
 """The same, of nvfp4 readouts. H200, batch 256, fp16 stochastic, by blocks of a multiprocessor: decode of super120b 5:
 97.3 us, 6: 90.2, 7: 92.5 (spilling); nano4b 86.7, 83.9, 88.4."""
 
-REGISTERS_OF_GDN_DECODE = 96
+REGISTERS_OF_GDN = 96
 """The same, H200, qwen4b, by blocks of a multiprocessor: decode 4: 69.5 us, 5: 68.7, 6: 73.2 (spilling in the flush);
-without a flush 47.2, 45.0, 45.1."""
+without a flush 47.2, 45.0, 45.1. Windows of five 4: 112.9, 5: 113.5, 6: 118.6 (spilling), without a flush 62.9, 62.5,
+63.4; qwen122b in an earlier form 4: 226.0, 5: 224.7, 6: 230.1, without a flush 132.9, 125.5, 123.7."""
+
+AHEAD_ROWS_OF_WINDOWS = 24
+"""Rows by which a block of kernels/gdn_readout_tiled.cuh asks ahead for checkpoint positions. H200, qwen4b, windows of
+five, not at all: 117.7 us, 24: 115.2, 42: 115.7, 60: 116.1; without a flush 63.4, 61.6, 62.1, 61.6."""
 
 MAX_ORDERED_ROWS = 1024
 """Of kernels/row_order.cuh."""
@@ -48,11 +53,12 @@ def readout_config(
     early_64ths: int | None = None,
     late_64ths: int | None = None,
     ordered_rows: int | None = None,
+    ahead_rows: int | None = None,
 ) -> KernelConfig:
     """Decode and verify kernel of a layer whose outputs read a copy of the state.
 
     embedded: restrict shared memory to what a TensorRT plugin may use. cta_rows (of a warp), cta_warps,
-    min_ctas, early_64ths, late_64ths, ordered_rows: overrides, for measurements and tests.
+    min_ctas, early_64ths, late_64ths, ordered_rows, ahead_rows: overrides, for measurements and tests.
     """
     heads, rows, columns = geometry.state_shape
     kernel = f"{geometry.kind}_readout"
@@ -77,9 +83,10 @@ def readout_config(
     # The rows that were asked for matter most, then that few blocks stage the same group.
     count, warps = max(fitting, key=lambda one: (one[1] > 1, *one))
     shared, threads = _shared_bytes(geometry, settings, count, warps), 32 * warps
+    tiled = _is_tiled(geometry, settings, count)
     if min_ctas is None:
         # A quarter of a multiprocessor's registers serves a quarter of its warps.
-        per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * _registers_wanted(geometry, settings, arch))
+        per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * _registers_wanted(geometry, settings, arch, tiled))
         min_ctas = max(1, min(4 * per_quarter // warps, limits.shared_per_sm // (shared + 1024), 16))
     blocks = heads * (rows // count) // warps
     early = _early_64ths(geometry, settings, blocks) if early_64ths is None else early_64ths
@@ -96,9 +103,9 @@ def readout_config(
         "ACTIVATION_FORMAT": geo.FORMATS[settings.activation_dtype],
         "BULK_COPY": int(limits.bulk_copy),
         "MIN_CTAS": min_ctas,
-        # Looking ahead, as other kernels do, gains nothing. H200, qwen4b, readout of row 42 further on asked for: 60.5
-        # us, 59.9 without; its history too: 64.0.
-        "AHEAD_ROWS": 0,
+        # Elsewhere it gains nothing. H200, decode of qwen4b, readout of row 42 further on asked for: 60.5 us, 59.9
+        # without; its history too: 64.0.
+        "AHEAD_ROWS": (AHEAD_ROWS_OF_WINDOWS if ahead_rows is None else ahead_rows) if tiled else 0,
         "EARLY_64THS": early,
         # Of qwen4b, desynchronised: 59.9 us at 48, 59.4 at 40, 58.7 at 32.
         "LATE_64THS": min(32 if geometry.kind == "gdn" else 48, 64 - early) if late_64ths is None else late_64ths,
@@ -127,7 +134,13 @@ def _early_64ths(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySetting
     return min(32, max(6, -(-51 // settings.buffer_len)))
 
 
-def _registers_wanted(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, arch: int) -> int:
+def _is_tiled(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, cta_rows: int) -> bool:
+    """Whether kernels/gdn_readout_tiled.cuh serves it (TILED_WINDOW)."""
+    windows = settings.readout_dtype == "nvfp4" and 1 < settings.max_window <= 8
+    return geometry.kind == "gdn" and windows and settings.u_source == "readout" and cta_rows % 16 == 0
+
+
+def _registers_wanted(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, arch: int, tiled: bool) -> int:
     """Registers per thread: as few as keep the nvfp4 kernels from spilling, which is all that is measured."""
     if arch >= 100 or (geometry.kind == "gdn" and arch < 90):
         return 160
@@ -135,7 +148,7 @@ def _registers_wanted(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySe
         return REGISTERS_WANTED
     if geometry.kind == "mamba2":
         return REGISTERS_OF_MAMBA2
-    return REGISTERS_OF_GDN_DECODE if settings.max_window == 1 else REGISTERS_WANTED
+    return REGISTERS_OF_GDN if tiled or settings.max_window == 1 else REGISTERS_WANTED
 
 
 def _default_rows(geometry: Mamba2Geometry | GdnGeometry) -> int:
@@ -164,16 +177,23 @@ def _shared_bytes(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettin
         scores = min(warps, columns // 32) * tokens * (1 if window == 1 else round_up(window, 8))
         total += scores * 4 + (queries + 1) * 4 + MAX_ORDERED_ROWS // 8
         return round_up(round_up(total, 8) + 8, 128)
+    tiled = _is_tiled(geometry, settings, cta_rows)
     staged = warps * (padded * (2 * window + 1) if window > 1 else padded * 8 + padded // 32 * 16) * 4
-    area = round_up(max(staged, fold_keys), 16)
+    area = 16 if tiled else round_up(max(staged, fold_keys), 16)
     total = area + round_up(max(warps * settings.u_planes[0] * tokens * own, stage - area), 16)
-    total += (tokens + 2 * window) * (columns + 8) * 2 + 2 * window * key + warps * window * cta_rows * 2
-    total += warps * cta_rows * scale_bytes if nvfp4 else 16
+    total += (tokens + 2 * window) * (columns + 8) * 2 + 2 * window * key
+    total += warps * (min(window + 1, 8) * (cta_rows + 8) if tiled else window * cta_rows) * 2
+    if tiled:  # SharedCoefficients
+        parts = rows // cta_rows
+        heads = warps // parts if parts > 1 and warps % parts == 0 else 1
+        total += heads * (tokens // 16 * 1024 + 512)
+    total += warps * cta_rows * scale_bytes if nvfp4 and not tiled else 16
     gates = tokens + 3 * window + 1 + (window * window if window > 1 else 1)
     total += _block_heads(rows // cta_rows, warps) * gates * 4
-    total += warps * 2 * window * round_up(window, 8) * 4 if window > 1 else 4
     total += MAX_ORDERED_ROWS // 8
-    return round_up(total, 128)
+    if tiled:
+        return round_up(round_up(total, 8) + warps * cta_rows * 4, 128)
+    return round_up(total + (warps * 2 * window * round_up(window, 8) * 4 if window > 1 else 4), 128)
 
 
 def _block_heads(parts: int, warps: int) -> int:

@@ -13,23 +13,33 @@
 // head_k_dim^-1/2, applied to q in fp32.
 #define QUERY_SCALE rsqrtf((float)COLUMNS)
 #include "gdn_readout_solve.cuh"
+#include "gdn_readout_tiled.cuh"
 #include "readout_parts.cuh"
 #include "row_order.cuh"
 
-constexpr int AREA_SIZE = round_up(larger(WARPS * STAGED_SIZE * 4, FOLD_KEYS_SIZE), 16);
+#if TILED_WINDOW
+typedef TiledReadout OwnReadout;
+#else
+typedef Readout OwnReadout;
+#endif
+constexpr int AREA_SIZE = TILED ? 16 : round_up(larger(WARPS * STAGED_SIZE * 4, FOLD_KEYS_SIZE), 16);
 
 struct Shared {
-    // The fold's keys, then staged products. With u behind them also the states of a prefill row.
+    // The fold's keys, then staged products (not TILED). With u behind them also the states of a prefill row.
     alignas(128) unsigned char area[AREA_SIZE];
     alignas(16) u16 u[larger(WARPS * U_SIZE, (STAGE_SIZE - AREA_SIZE) / 2)];
     alignas(16) activation_t k[TOKEN_ROWS * TOKEN_STRIDE];
     alignas(16) activation_t queries[QUERIES * TOKEN_STRIDE];
     alignas(16) u16 half_queries[QUERIES * KEY_STRIDE];
-    alignas(16) activation_t v[WARPS * MAX_WINDOW * CTA_ROWS];
-    alignas(16) unsigned char block_scales[NVFP4 ? WARPS * CTA_ROWS * BLOCK_SCALE_BYTES : 16];
+#if TILED_WINDOW
+    SharedCoefficients coefficients[SHARED_COEFFICIENTS ? BLOCK_HEADS : 1];
+#endif
+    alignas(16) activation_t v[WARPS * V_ROWS * V_STRIDE];
+    alignas(16) unsigned char block_scales[NVFP4 && !TILED ? WARPS * CTA_ROWS * BLOCK_SCALE_BYTES : 16];
     Gates gates[BLOCK_HEADS];
     u32 early_rows[MAX_ORDERED_ROWS / 32];
-    float pairs[ONE ? 1 : WARPS * QUERIES * WINDOW_ROWS];  // coefficients of the window's u
+    // Coefficients of the window's u; of TILED rows, what undoes their scales.
+    alignas(TILED ? 8 : 4) float pairs[ONE ? 1 : WARPS * (TILED ? CTA_ROWS : QUERIES * WINDOW_ROWS)];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
 
@@ -83,18 +93,24 @@ gdn_readout(
     const int first_head = first_index / CTAS_PER_HEAD, gate_head = first_head + WARPS - 1 - warp;
     // The last warps have the gates of a head each, while the first ones normalise queries.
     const bool has_gates = gate_head <= (int)(first_index + WARPS - 1) / CTAS_PER_HEAD;
-    unsigned char* own_scales = shared.block_scales + (NVFP4 ? warp * (CTA_ROWS * BLOCK_SCALE_BYTES) : 0);
-    activation_t* own_v = shared.v + warp * (MAX_WINDOW * CTA_ROWS);
+    unsigned char* own_scales = shared.block_scales + (NVFP4 && !TILED ? warp * (CTA_ROWS * BLOCK_SCALE_BYTES) : 0);
+    activation_t* own_v = shared.v + warp * (V_ROWS * V_STRIDE);
     const auto position_of = [&](int of_slot) {
         return position_in + (offset_of(of_slot, position_stride) + first_part * CTA_TILES);
     };
     u32 batch_row = blockIdx.y;
-    Readout own_readout;
+    OwnReadout own_readout;
     int slot, seq_len, start, length, c;  // c: what the tile's checkpoint position says
     bool has_slot, readable;
+#if !TILED_WINDOW
     RawQueries raw_queries;
+#endif
     u32 raw_a, raw_b;
     const float log_A = has_gates ? A_log[gate_head] : 0.f, bias = has_gates ? dt_bias[gate_head] : 0.f;
+#if AHEAD_ROWS
+    const u32 later_row = blockIdx.y + AHEAD_ROWS;
+    const int later_slot = thread == THREADS - 32 && later_row < gridDim.y ? state_batch_indices[later_row] : -1;
+#endif
     for (bool is_placed = !rows_are_ordered();;) {
         // All that is known before the slot, then all that the slot tells: nothing here waits for more than the slot. The
         // position goes first: it tells where the history lies.
@@ -107,16 +123,22 @@ gdn_readout(
         // The window's v and queries, as far as there are any.
         readable = start >= 0 && length >= 0 && (long long)start + length <= num_tokens;
         const int readable_length = !readable ? 0 : length < MAX_WINDOW ? length : MAX_WINDOW;
-        for_window_chunks<CTA_ROWS, 32>(readable_length, lane, [&](int w, int offset) {
-            copy_async_16(own_v + w * CTA_ROWS + offset, v + (offset_of(start + w, v_stride) + ((int)own_row + offset)), true);
+        for_window_chunks<CTA_ROWS, 32>(TILED ? MAX_WINDOW : readable_length, lane, [&](int w, int offset) {
+            copy_async_16(own_v + w * V_STRIDE + offset, v + (offset_of(start + w, v_stride) + ((int)own_row + offset)),
+                          !TILED || w < readable_length);
         });
+#if TILED_WINDOW
+        PairedQueries::load(shared.queries, q + k_column, q_stride, k + k_column, k_stride, start, readable_length);
+#endif
         copy_async_commit();
         raw_a = raw_b = 0;
         if (has_gates && lane < readable_length) {
             raw_a = a[offset_of(start + lane, a_stride) + gate_head];
             raw_b = b[offset_of(start + lane, b_stride) + gate_head];
         }
+#if !TILED_WINDOW
         raw_queries.load(q + k_column, q_stride, k + k_column, k_stride, start, readable_length);
+#endif
         if (is_placed || !(batch_row < early_places() || (has_slot && may_fold(seq_len, c, length)))) break;
         const u32 other = row_at(batch_row, shared.early_rows, [&](u32 row) {
             const int slot = state_batch_indices[row], seq_len = seq_lens[row], length = window_lens[row];
@@ -172,15 +194,30 @@ gdn_readout(
         shared.k, ring_k_in + (offset_of(slot, ring_k_stride) + k_column), first_entry, history, history, tid);
     if (flush && c > 0 && lane == 0)
         prefetch(STATE_ROWS(slot).checkpoint + own_row * COLUMNS, FOLD_AHEAD * COLUMNS * sizeof(state_t));
+#if AHEAD_ROWS
+    if (later_slot >= 0 && later_slot < num_slots) prefetch_sector(position_of(later_slot));
+#endif
     // While the history travels.
+#if TILED_WINDOW
+    copy_async_commit();
+    copy_async_wait_but_last();
+    PairedQueries::normalize(shared.queries, shared.half_queries);
+    float* own_units = shared.pairs + warp * CTA_ROWS;
+    if (!flush) own_readout.store_units(own_units, c > 0);
+#else
     raw_queries.normalize(shared.queries, shared.half_queries);
+#endif
     float g_new = 0.f;
     if (has_gates && lane < length) {
         g_new = -expf(log_A) * softplus(activation_to_float(raw_a) + bias);
-        shared.gates[gate_head - first_head].beta[lane] = sigmoid(activation_to_float(raw_b));
+        if (!TILED) shared.gates[gate_head - first_head].beta[lane] = sigmoid(activation_to_float(raw_b));
         if (gate_head * CTAS_PER_HEAD >= first_part)
             ring_g[offset_of(slot, ring_g_stride) + (wrapped((u32)seq_len % RING_LEN + lane) * HEADS + gate_head)] = g_new;
     }
+#if TILED_WINDOW
+    if (has_gates && lane < MAX_WINDOW)
+        shared.gates[gate_head - first_head].beta[lane] = lane < length ? sigmoid(activation_to_float(raw_b)) : 0.f;
+#else
     // The state's products need neither the history nor the gates, which are still on their way.
     copy_async_commit();
     copy_async_wait_but_last();
@@ -191,6 +228,7 @@ gdn_readout(
     StateProducts products;
     if (c > 0 && !flush)
         products.compute(stage, own_readout, STATE_ROWS(slot).from(own_row), own_scales, state_queries, shared.queries);
+#endif
     if (has_gates) {
         // Held back, or else a comparison with it is kept in a register from further up.
         u32 history_now = history;
@@ -201,7 +239,11 @@ gdn_readout(
     sync_threads();
 
     if (flush) {
-        build_fold_keys<TOKEN_STRIDE>((uint4*)shared.area, shared.k);
+        uint4* fold_keys = (uint4*)(TILED ? (unsigned char*)shared.k : shared.area);
+        if constexpr (TILED)
+            replace_by_fold_keys(fold_keys);
+        else
+            build_fold_keys<TOKEN_STRIDE>(fold_keys, shared.k);
         sync_threads();
         // What costs fewest registers: addresses that are computed again for a window of one token, or kept.
         const StateRows kept = STATE_ROWS(slot).from(own_row);
@@ -210,7 +252,7 @@ gdn_readout(
             hold_until_here(slot_now);
             return ONE ? STATE_ROWS((int)slot_now).from(own_row) : kept;
         };
-        fold_history((const uint4*)shared.area, own_u, shared.gates[head - first_head], rows, c > 0, first_row,
+        fold_history(fold_keys, own_u, shared.gates[head - first_head], rows, c > 0, first_row,
                      ROUNDING_KEY(head, seq_len));
         sync_threads();
         // An empty history from here on, and the readout as it has been stored.
@@ -219,12 +261,17 @@ gdn_readout(
         slot = state_batch_indices[batch_row], seq_len = seq_lens[batch_row];
         start = window_starts[batch_row], length = window_lens[batch_row];
         own_readout.load(STATE_ROWS(slot).from(own_row), own_scales);
-        for (int i = lane; i < U_SIZE / 8; i += 32) ((uint4*)own_u)[i] = make_uint4(0, 0, 0, 0);
         history = 0, c = seq_len;
+#if TILED_WINDOW
+        own_readout.store_units(own_units, true);
+        sync_warp();
+#else
+        for (int i = lane; i < U_SIZE / 8; i += 32) ((uint4*)own_u)[i] = make_uint4(0, 0, 0, 0);
         copy_async_wait();
         sync_warp();
         state_queries.set(shared.half_queries);
         products.compute(stage, own_readout, STATE_ROWS(slot).from(own_row), own_scales, state_queries, shared.queries);
+#endif
     }
 
     // Held back: addresses that are computed from them further up would cost registers.
@@ -245,22 +292,38 @@ gdn_readout(
     if (is_folded && lane < CTA_TILES)
         position[offset_of((int)slot_now, position_stride) + index_now * CTA_TILES + lane] = seq_len;
 
-    Scores scores;
-    scores.compute(shared.k, (int)(shared.queries - shared.k), history);
-    float* pairs = shared.pairs + (ONE ? 0 : warp * QUERIES * WINDOW_ROWS);
-    Coefficients coefficients;
-    coefficients.compute(scores, gates, pairs, history);
     const bool has_state = c > 0;
-    Sums sums;
-    sums.compute(stage, products, flush ? gates.window : gates.all, has_state, own_u, coefficients);
+#if TILED_WINDOW
+    TiledCoefficients coefficients;
+    coefficients.compute(shared.queries, shared.k, gates, flush ? gates.window : gates.all, history,
+                         shared.coefficients + thread_now / 32 / CTAS_PER_HEAD);
+    TiledQueries queries;
+    queries.set(shared.half_queries);
+    solve_tiled(own_readout.first, STATE_ROWS((int)slot_now).from(index_now * CTA_ROWS),
+                TiledPlaces(own_units, own_v, own_u, history), queries, coefficients, history, has_state);
     sync_warp();
-
+    let_next_grid_start();
+    const long long own_place = offset_of((int)slot_now, ring_u_stride) +
+                                (index_now / CTAS_PER_HEAD * (U_PLANES * ROWS) + index_now % CTAS_PER_HEAD * CTA_ROWS);
+    store_tiled(own_u, own_v, length, ring_u + own_place, first_new,
+                o + (offset_of((int)start_now, HEADS * ROWS) + index_now * CTA_ROWS));
+#else
     const auto u_of = [&](int w) {
         return ring_u + (offset_of((int)slot_now, ring_u_stride) +
                          (wrapped(first_new + w) * (HEADS * U_PLANES * ROWS) +
                           index_now / CTAS_PER_HEAD * (U_PLANES * ROWS) + index_now % CTAS_PER_HEAD * CTA_ROWS));
     };
     const auto o_of = [&](int w) { return o + (offset_of((int)start_now + w, HEADS * ROWS) + index_now * CTA_ROWS); };
+    Scores scores;
+    scores.compute(shared.k, (int)(shared.queries - shared.k), history);
+    float* pairs = shared.pairs + (ONE ? 0 : warp * QUERIES * WINDOW_ROWS);
+    Coefficients coefficients;
+    coefficients.compute(scores, gates, pairs, history);
+    Sums sums;
+    sums.compute(stage, products, flush ? gates.window : gates.all, has_state, own_u, coefficients);
+    sync_warp();
+
     let_next_grid_start();
     solve_rows(sums, stage, own_readout, has_state, own_v, gates, pairs, coefficients.pair, length, own_u, u_of, o_of);
+#endif
 }

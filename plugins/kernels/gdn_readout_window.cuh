@@ -11,8 +11,17 @@ constexpr int QUERIES = 2 * MAX_WINDOW;
 constexpr bool ONE = MAX_WINDOW == 1;
 constexpr int QUERY_TILES = (QUERIES + 7) / 8;
 constexpr int SCORE_TILES = (QUERY_TILES + 1) / 2;
+// Whether gdn_readout_tiled.cuh serves this kernel.
+#define TILED_WINDOW \
+    (READOUT_FORMAT == READOUT_NVFP4 && MAX_WINDOW > 1 && MAX_WINDOW <= 8 && !U_FROM_CHECKPOINT && CTA_ROWS % 16 == 0)
+constexpr bool TILED = TILED_WINDOW;
 // A lane solves for this many pairs of rows.
 constexpr int SHARES = (M_TILES + 3) / 4;
+
+// Heads that a block may have parts of.
+constexpr int BLOCK_HEADS = WARPS % CTAS_PER_HEAD == 0 ? WARPS / CTAS_PER_HEAD
+                            : CTAS_PER_HEAD % WARPS == 0 ? 1
+                                                         : (WARPS + CTAS_PER_HEAD - 2) / CTAS_PER_HEAD + 1;
 
 // Whether there are rows 16 m + 8 half + g.
 DEVICE constexpr bool rows_exist(int m, int half) { return 2 * m + half < ROW_GROUPS; }
@@ -90,12 +99,79 @@ struct RawQueries {
     }
 };
 
-// ---------------------------------------------------------------------------------------------------------- gates
+// The same for TILED, on their way through the place where they stay: q of a token in the lower half of a warp, its k in the
+// upper one.
+struct PairedQueries {
+    // The first warps have them, where the last ones have the gates.
+    static constexpr int OWNERS = WARPS > BLOCK_HEADS ? WARPS - BLOCK_HEADS : WARPS;
+    static constexpr int COUNT = (MAX_WINDOW + OWNERS - 1) / OWNERS, CHUNKS = (COLUMNS + 127) / 128;
 
-// Heads that a block may have parts of.
-constexpr int BLOCK_HEADS = WARPS % CTAS_PER_HEAD == 0 ? WARPS / CTAS_PER_HEAD
-                            : CTAS_PER_HEAD % WARPS == 0 ? 1
-                                                         : (WARPS + CTAS_PER_HEAD - 2) / CTAS_PER_HEAD + 1;
+    // body(token, place of the lane's 16 bytes, column) for all that the warp has.
+    template <class Body>
+    static DEVICE_MEMBER void for_all(activation_t* queries, const Body& body) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int w = i * OWNERS + warp;
+            if (warp >= OWNERS || w >= MAX_WINDOW) break;  // all of the warp
+            body(w, queries + ((lane < 16 ? 0 : MAX_WINDOW) + w) * TOKEN_STRIDE + lane % 16 * 8);
+        }
+    }
+    static DEVICE_MEMBER bool exists(int chunk) {
+        return COLUMNS % 128 == 0 || 128 * chunk + (int)threadIdx.x % 16 * 8 < COLUMNS;
+    }
+    static DEVICE_MEMBER void load(activation_t* queries, const activation_t* q, int q_stride, const activation_t* k, int k_stride,
+                                   int start, int length) {
+        const int lane = threadIdx.x % 32;
+        const activation_t* from = (lane < 16 ? q : k) + lane % 16 * 8;
+        const int stride = lane < 16 ? q_stride : k_stride;
+        for_all(queries, [&](int w, activation_t* to) {
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; chunk++)
+                if (exists(chunk))
+                    copy_async_16(to + 128 * chunk, from + (offset_of(start + w, stride) + 128 * chunk), w < length);
+        });
+    }
+    // half_queries: a lane's words of k and q of a token beside each other, k, q, and both again two columns further on.
+    static DEVICE_MEMBER void normalize(activation_t* queries, u16* half_queries) {
+        const int lane = threadIdx.x % 32;
+        const bool is_k = lane >= 16;
+        for_all(queries, [&](int w, activation_t* place) {
+            float sum = 0.f, values[CHUNKS][8];
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; chunk++) {
+                const uint4 raw = exists(chunk) ? *(const uint4*)(place + 128 * chunk) : make_uint4(0, 0, 0, 0);
+                const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+                for (int e = 0; e < 8; e++) {
+                    values[chunk][e] = e % 2 ? activation_high(words[e / 2]) : activation_low(words[e / 2]);
+                    sum = multiply_add(values[chunk][e], values[chunk][e], sum);
+                }
+            }
+#pragma unroll
+            for (int mask = 8; mask; mask /= 2) sum += shuffle_xor(sum, mask);
+            const float scale = rsqrtf(sum + L2_NORM_EPS);
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; chunk++) {
+                u32 words[4], half[4];
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    words[e] = pack_activation(values[chunk][2 * e] * scale, values[chunk][2 * e + 1] * scale);
+                    half[e] = pack_fp16(activation_low(words[e]) * QUERY_UPSCALE, activation_high(words[e]) * QUERY_UPSCALE);
+                }
+                const float first = shuffle_xor(bits_to_float(is_k ? half[0] : half[2]), 16);
+                const float second = shuffle_xor(bits_to_float(is_k ? half[1] : half[3]), 16);
+                const u32 other[2] = {float_to_bits(first), float_to_bits(second)};
+                if (!exists(chunk)) continue;
+                *(uint4*)(place + 128 * chunk) = make_uint4(words[0], words[1], words[2], words[3]);
+                *(uint4*)(half_queries + w * (2 * KEY_STRIDE) + 2 * (128 * chunk + lane % 16 * 8) + (is_k ? 8 : 0)) =
+                    is_k ? make_uint4(half[2], other[0], half[3], other[1]) : make_uint4(other[0], half[0], other[1], half[1]);
+            }
+        });
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------- gates
 
 // Of one head, in shared memory.
 struct Gates {
@@ -186,7 +262,12 @@ struct Scores {
 
 constexpr int U_SIZE = U_PLANES * TOKEN_ROWS * OWN_STRIDE;  // u of a warp's rows: [plane][token][row]
 
-// Copies u of the history for the warp's rows; zeros beyond it. ring: of the slot, at the warp's first row.
+// Whether half of a step of the matrix unit holds the history, which then is too short to be folded.
+DEVICE bool is_short_history(int history) {
+    return TILED && TOKEN_STEPS == 1 && BUFFER_LEN >= 8 + MAX_WINDOW && history <= 8;
+}
+
+// Copies u of the history for the warp's rows; zeros beyond it, a short one's to eight. ring: of the slot, at the warp's first row.
 DEVICE void stage_u(u16* to, const u16* ring, int first_entry, int history) {
     constexpr u32 CHUNKS = CTA_ROWS / 8, ROW_CHUNKS = U_PLANES * CHUNKS, ENTRY_BYTES = HEADS * U_PLANES * ROWS * 2;
     const u32 lane = threadIdx.x % 32u;
@@ -201,14 +282,33 @@ DEVICE void stage_u(u16* to, const u16* ring, int first_entry, int history) {
         hold_until_here(place);
         u16* at = to + place;
 #pragma unroll
-        for (u32 token = 0; token < TOKEN_ROWS; token += 32 / ROW_CHUNKS)
+        for (u32 token = 0; token < TOKEN_ROWS; token += 32 / ROW_CHUNKS) {
+            if (token == 8 && is_short_history(history)) break;
             copy(at + token * OWN_STRIDE, ring + (plane * ROWS + offset), token + first);
+        }
     } else {
         for (u32 i = lane; i < TOKEN_ROWS * ROW_CHUNKS; i += 32) {
             const u32 token = i / ROW_CHUNKS, plane = i / CHUNKS % U_PLANES, offset = i % CHUNKS * 8;
             copy(to + ((plane * TOKEN_ROWS + token) * OWN_STRIDE + offset), ring + (plane * ROWS + offset), token);
         }
     }
+}
+
+// As build_fold_keys, in the place of the tokens, TOKEN_STRIDE elements apart.
+DEVICE void replace_by_fold_keys(uint4* tokens) {
+    constexpr int COUNT = TOKEN_STEPS * PAIRS, OWN = (COUNT + WARPS - 1) / WARPS;
+    static_assert(2 * TOKEN_ROWS * TOKEN_STRIDE >= FOLD_KEYS_SIZE, "keys take the place of tokens");
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint4 own[OWN][2];
+#pragma unroll
+    for (int i = 0; i < OWN; i++)
+        if (COUNT % WARPS == 0 || i * WARPS + warp < COUNT)
+            fold_keys_of<TOKEN_STRIDE>(own[i], (const activation_t*)tokens, i * WARPS + warp);
+    sync_threads();
+#pragma unroll
+    for (int i = 0; i < 2 * OWN; i++)
+        if (COUNT % WARPS == 0 || i / 2 * WARPS + warp < COUNT)
+            tokens[(2 * (i / 2 * WARPS + warp) + i % 2) * 32 + lane] = own[i / 2][i % 2];
 }
 
 // Folds the history, whose keys lie in `fold_keys` already, into the warp's rows and stores them.

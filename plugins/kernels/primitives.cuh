@@ -105,6 +105,19 @@ DEVICE u32 multiply_pairs(u32 a, u32 b) {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(0x80008000u));
     return result;
 }
+// Two e4m3 numbers, normal and positive, of the upper or lower half of a word, as fp16.
+DEVICE u32 e4m3_pair_to_fp16(u32 word, bool high) {
+    u32 result;
+#if __CUDA_ARCH__ >= 890
+    if (high)
+        asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.rn.f16x2.e4m3x2 %0, h;\n}" : "=r"(result) : "r"(word));
+    else
+        asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.rn.f16x2.e4m3x2 %0, l;\n}" : "=r"(result) : "r"(word));
+#else
+    result = __byte_perm(word, 0, high ? 0x4342 : 0x4140) * 128u + 0x20002000u;
+#endif
+    return result;
+}
 // The halves of a pair of fp16 numbers.
 DEVICE void widen_fp16(float& low, float& high, u32 pair) {
     asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
@@ -273,6 +286,35 @@ DEVICE void load_matrix_x2_transposed(u32 (&r)[2], const void* row) {
                  : "memory");
 }
 
+// The inverse: lane l names row l % 8 of matrix l / 8, lanes give the elements that a load would give them.
+DEVICE void store_matrix_x4(void* row, const u32 (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(row)), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+#else
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+        const u32 at = __shfl_sync(0xffffffffu, shared_address(row), m * 8 + lane / 4) + lane % 4 * 4;
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(r[m]) : "memory");
+    }
+#endif
+}
+DEVICE void store_matrix_x2(void* row, u32 r0, u32 r1) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1,%2};" ::"r"(shared_address(row)), "r"(r0), "r"(r1)
+                 : "memory");
+#else
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+        const u32 at = __shfl_sync(0xffffffffu, shared_address(row), m * 8 + lane / 4) + lane % 4 * 4;
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(m ? r1 : r0) : "memory");
+    }
+#endif
+}
+
 // Transposes a matrix of 8 x 8 16-bit elements that the warp holds as the loads above give it.
 DEVICE u32 transpose_matrix(u32 word) {
     u32 result;
@@ -294,6 +336,13 @@ DEVICE void mma_16bit(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// d[16 x 8] += a[16 x 8] b[8 x 8]: the first half of the columns of a and rows of b above.
+DEVICE void mma_bf16_half(float (&d)[4], u32 a0, u32 a1, u32 b0) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(b0));
 }
 
 #if USE_WGMMA

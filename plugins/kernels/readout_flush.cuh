@@ -33,6 +33,22 @@ DEVICE void build_fold_keys(uint4* fold_keys, const activation_t* tokens) {
     }
 }
 
+// The same eight words of step and pair n / PAIRS and n % PAIRS alone.
+template <int STRIDE>
+DEVICE void fold_keys_of(uint4 (&keys)[2], const activation_t* tokens, int n) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const u32 selector = g % 2 ? 0x7632u : 0x5410u;
+    const activation_t* at = tokens + (n / PAIRS * 16 + 2 * t) * STRIDE + n % PAIRS * 32 + g / 2 * 4;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint2 token[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) token[i] = *(const uint2*)(at + (i / 2 * 8 + i % 2) * STRIDE + 16 * half);
+        keys[half] = make_uint4(permute_bytes(token[0].x, token[1].x, selector), permute_bytes(token[2].x, token[3].x, selector),
+                                permute_bytes(token[0].y, token[1].y, selector), permute_bytes(token[2].y, token[3].y, selector));
+    }
+}
+
 // Coefficients of eight rows in 16 tokens as a first operand whose rows g + 8 hold what the rows g leave over.
 struct FoldCoefficients {
     u32 words[FOLD_PLANES][2];

@@ -63,6 +63,17 @@ CASES = {
         {"max_window": 3, "buffer_len": 8, "state_dtype": "float16", "readout_dtype": "nvfp4", **STOCHASTIC},
         90,
     ),
+    "gdn-nvfp4-verify5": (
+        GdnGeometry(1, 2, 64, 64),
+        {"max_window": 5, "buffer_len": 13, "state_dtype": "float16", "readout_dtype": "nvfp4", **STOCHASTIC},
+        90,
+    ),
+    "gdn-nvfp4-verify8": (
+        GdnGeometry(2, 2, 96, 16),
+        {"max_window": 8, "buffer_len": 20, "activation_dtype": "float16", "u_format": "bfloat16"}
+        | {"state_dtype": "float8", "readout_dtype": "nvfp4", **STOCHASTIC},
+        80,
+    ),
     "gdn-fp8-nvfp4-checkpoint": (
         GdnGeometry(1, 4, 32, 32),
         {"buffer_len": 3, "state_dtype": "float8", "readout_dtype": "nvfp4", "u_source": "checkpoint"},
@@ -172,7 +183,7 @@ def assert_same_steps(pair, geometry, settings: ReplaySettings, rows: int, calls
 
 def test_rejected_tokens_leave_no_trace() -> None:
     """Rule 1: outputs of accepted tokens do not depend on the rejected ones that shared their windows."""
-    for case in ("mamba2-fp32-nvfp4-verify-tiles", "gdn-fp16sr-nvfp4-verify"):
+    for case in ("mamba2-fp32-nvfp4-verify-tiles", "gdn-fp16sr-nvfp4-verify", "gdn-nvfp4-verify5"):
         outputs = []
         for scale in (1.0, 50.0):
             steps, kernels = make(case, seed=3)
@@ -207,7 +218,7 @@ def test_corrupted_readout_never_reaches_the_checkpoint() -> None:
     assert not torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("case", ["mamba2-fp16sr-nvfp4", "gdn-fp16sr-nvfp4-verify"])
+@pytest.mark.parametrize("case", ["mamba2-fp16sr-nvfp4", "gdn-fp16sr-nvfp4-verify", "gdn-nvfp4-verify8"])
 def test_nan_stays_in_its_row(case: str) -> None:
     assert_nan_stays_in_its_row(*make(case, seed=6))
 

@@ -31,6 +31,11 @@ CASES = {
     "nano4b-decode": (NANO, {"readout_dtype": "nvfp4", **FP16}),
     "qwen122b-decode": (QWEN122B, {"readout_dtype": "nvfp4", **FP16}),
     "qwen4b-verify5": (QWEN4B, {"max_window": 5, "readout_dtype": "nvfp4", **FP16}),
+    "gdn-verify8": (
+        GdnGeometry(2, 4, 96, 64),
+        {"max_window": 8, "buffer_len": 20, "activation_dtype": "float16", "u_format": "bfloat16"}
+        | {"readout_dtype": "nvfp4", **FP16},
+    ),
     "mamba2-fp8-nvfp4": (Mamba2Geometry(8, 64, 128, 2), {"readout_dtype": "nvfp4", **FP8}),
     "mamba2-fp32-fp8": (Mamba2Geometry(8, 80, 128, 2), {"max_window": 5, "readout_dtype": "float8"}),
     "mamba2-fp8": (Mamba2Geometry(8, 64, 128, 2), {"max_window": 2, **FP8}),

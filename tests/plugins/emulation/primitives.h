@@ -311,6 +311,31 @@ DEVICE void load_matrix_x2(u32 (&r)[2], const void* row) { emulation::load_matri
 DEVICE void load_matrix_x4_transposed(u32 (&r)[4], const void* row) { emulation::load_matrix<4, true>(r, row); }
 DEVICE void load_matrix_x2_transposed(u32 (&r)[2], const void* row) { emulation::load_matrix<2, true>(r, row); }
 
+namespace emulation {
+template <int COUNT>
+inline void store_matrix(void* row, const u32* r) {
+    if ((uintptr_t)row % 16) { std::fprintf(stderr, "emulation: misaligned matrix row\n"); std::abort(); }
+    // Nobody writes before all have done what they did before.
+    exchange("stmatrix", {0}, [](u32 (*)[6], int) { return 0; });
+    const uintptr_t address = (uintptr_t)row;
+    exchange("stmatrix rows", {(u32)address, (u32)((u64)address >> 32)}, [&](u32 (*in)[6], int lane) {
+        const int g = lane / 4, t = lane % 4;
+        for (int m = 0; m < COUNT; m++)
+            ((u32*)((u64)in[m * 8 + g][0] | (u64)in[m * 8 + g][1] << 32))[t] = r[m];
+        return 0;
+    });
+}
+}  // namespace emulation
+DEVICE void store_matrix_x4(void* row, const u32 (&r)[4]) { emulation::store_matrix<4>(row, r); }
+DEVICE void store_matrix_x2(void* row, u32 r0, u32 r1) {
+    const u32 r[2] = {r0, r1};
+    emulation::store_matrix<2>(row, r);
+}
+DEVICE u32 e4m3_pair_to_fp16(u32 word, bool high) {
+    const u32 pair = high ? word >> 16 : word;
+    return ((pair & 255u) | (pair >> 8 & 255u) << 16) * 128u + 0x20002000u;
+}
+
 DEVICE u32 transpose_matrix(u32 word) {
     return emulation::exchange("movmatrix", {word}, [](u32 (*in)[6], int lane) {
         const int g = lane / 4, t = lane % 4;
@@ -339,6 +364,7 @@ DEVICE void mma_16bit(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
         return 0;
     });
 }
+DEVICE void mma_bf16_half(float (&d)[4], u32 a0, u32 a1, u32 b0) { mma_16bit<FORMAT_BF16>(d, a0, a1, 0, 0, b0, 0); }
 // Products are there at once; the device's waits have no counterpart.
 DEVICE void wgmma_fence() {}
 DEVICE void wgmma_commit() {}
