@@ -49,6 +49,9 @@ class Grammars:
         matcher = self._library().LLMatcher(self._ll_tokenizer(), grammar)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
+        matcher.compute_bitmask()
+        if matcher.is_error():  # a schema of itself only, say
+            raise ValueError("no text can follow it")
         return MatchedGrammar(matcher, self._vocab_size, after)
 
     @staticmethod
@@ -103,7 +106,7 @@ class MatchedGrammar:
     def _mask(self) -> torch.Tensor:
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise ValueError(f"the grammar cannot go on: {self._matcher.get_error()}")
+            raise ValueError(f"the grammar cannot go on: {self._matcher.get_error().splitlines()[0]}")
         bits = np.unpackbits(words, bitorder="little")[: self._vocab_size]
         return torch.from_numpy(bits.astype(bool))
 

@@ -100,7 +100,7 @@ def test_masks_take_nothing_and_the_end_is_where_nothing_may_follow(tiny_engine,
     assert again.accept([*tokens, 5, 5]) == len(tokens)  # what stands behind the end is not taken
 
 
-@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "#/nowhere"}])
+@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "#/nowhere"}, {"$ref": "#"}])
 def test_schemas_that_cannot_be_enforced(grammars, schema):
     with pytest.raises(ValueError, match="the JSON schema cannot be enforced: "):
         grammars.make("json", schema)
