@@ -19,9 +19,11 @@ import torch
 from replayssm.builders import nvfp4
 from replayssm.builders.architecture import ModelConfig
 from replayssm.builders.config import read_config, read_json
+from replayssm.builders.elements import PIECE_ELEMENTS, all_finite
 from replayssm.builders.formats import DENSE, FP8, NVFP4, W4A16_NVFP4, canonical_name
 from replayssm.builders.safetensors_file import Entry, SafetensorsFile
 from replayssm.builders.weight_shapes import fused_experts, mtp_shapes, quantizable_modules, storage, weight_shapes
+from replayssm.plugins.state import torch_dtype
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -130,8 +132,8 @@ class Checkpoint:
     def require_finite(self, name: str, dtype: str) -> None:
         """ValueError naming file and tensor where a tensor, or one of `extra_names`, is not finite as `dtype`."""
         location = self._locations.get(name) or self._extra[name]
-        for piece in self._view(location).reshape(-1).split(2**24):
-            if piece.is_floating_point() and not torch.isfinite(piece.to(getattr(torch, dtype))).all():
+        for piece in self._view(location).reshape(-1).split(PIECE_ELEMENTS):
+            if piece.is_floating_point() and not all_finite(piece.to(torch_dtype(dtype))):
                 raise ValueError(
                     f"{location.file.path}: tensor {location.disk_name!r} holds NaN or infinity as {dtype}; "
                     "copy or download the checkpoint again"

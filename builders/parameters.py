@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from replayssm.builders.elements import PIECE_ELEMENTS, all_finite
 from replayssm.builders.formats import DENSE, FP8, NVFP4, W4A16_NVFP4
 from replayssm.builders.weight_shapes import storage
 from replayssm.plugins.contract import ELEMENT_BITS
 from replayssm.plugins.network import WeightSpec
-from replayssm.plugins.state import torch_dtype
+from replayssm.plugins.state import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
     from replayssm.builders.functional import Graph, Value
@@ -30,9 +31,6 @@ OPERAND_FORMATS: dict[str, tuple[str, str | None]] = {
     FP8: ("fp8", "fp8"),
 }
 """Checkpoint format of a module -> (weight format, activation format) of its linear operator."""
-
-PIECE_ELEMENTS = 2**24
-"""Elements of a weight that are converted at a time."""
 
 PACKED_DTYPES = ("uint8", "float8_e4m3fn")
 
@@ -88,7 +86,7 @@ class WeightRecipe:
 
 
 def _checked(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    found = str(tensor.dtype).removeprefix("torch.")
+    found = dtype_name(tensor.dtype)
     if found != dtype and (found in PACKED_DTYPES or dtype in PACKED_DTYPES or not tensor.is_floating_point()):
         raise ValueError(
             f"checkpoint tensor {name!r} is {found}, but its module's format needs {dtype}: the checkpoint's "
@@ -100,8 +98,7 @@ def _checked(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]
 
 
 def _finite(name: str, piece: torch.Tensor, dtype: str) -> torch.Tensor:
-    # The least and the largest show NaN and infinities without a copy of the piece, which isfinite takes several of.
-    if dtype not in PACKED_DTYPES and piece.numel() and not torch.stack(piece.aminmax()).isfinite().all():
+    if dtype not in PACKED_DTYPES and not all_finite(piece):
         raise ValueError(
             f"checkpoint tensor {name!r} holds NaN or infinity as {dtype}: copy or download the checkpoint again, or "
             "choose a dtype of a larger range"

@@ -22,6 +22,7 @@ from replayssm.builders.output_marker import MARKER_NAME, is_marked
 from replayssm.builders.safetensors_file import SafetensorsWriter, plan_shards
 from replayssm.builders.weight_shapes import layer_shapes, storage
 from replayssm.plugins.contract import ELEMENT_BITS
+from replayssm.plugins.state import dtype_name
 
 # Kept as stored: rounding them to bf16 costs accuracy and saves nothing.
 _KEPT = ("A_log", "D", "dt_bias", "e_score_correction_bias")
@@ -97,7 +98,7 @@ class QuantizedOutput:
                 self._sources[disk] = name
         for disk in self.checkpoint.extra_names:
             tensor = self.checkpoint.extra_tensor(disk)
-            self.tensors[disk] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            self.tensors[disk] = (dtype_name(tensor.dtype), tuple(tensor.shape))
 
     def _dense_dtype(self, name: str) -> str:
         stored = self.checkpoint.dtype(name)

@@ -19,6 +19,7 @@ from replayssm.builders.config import read_config
 from replayssm.builders.safetensors_file import SafetensorsWriter, plan_shards
 from replayssm.builders.weight_shapes import Shape, dense_dtype, weight_shapes
 from replayssm.plugins.contract import ELEMENT_BITS
+from replayssm.plugins.state import torch_dtype
 
 _NEMOTRON = {
     "architectures": ["NemotronHForCausalLM"],
@@ -192,7 +193,7 @@ def write_random_checkpoint(
         with SafetensorsWriter(directory / file_name, stored) as writer:
             for name in names:
                 weight = random_weight(config, name, shapes[name], generator)
-                writer.write(disk_name(config, name), weight.to(getattr(torch, dense_dtype(config, name, dtype))))
+                writer.write(disk_name(config, name), weight.to(torch_dtype(dense_dtype(config, name, dtype))))
     if len(plan) > 1:
         weight_map = {disk_name(config, name): file_name for file_name, names in plan.items() for name in names}
         index = {"metadata": {"total_size": sum(size for _, size in sizes)}, "weight_map": weight_map}

@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
+from replayssm.builders.elements import PIECE_ELEMENTS
 from replayssm.plugins.contract import ELEMENT_BITS
+from replayssm.plugins.state import dtype_name, torch_dtype
 
 DTYPES = {
     "F64": "float64",
@@ -35,7 +37,6 @@ DTYPES = {
 
 _DTYPE_NAMES = {value: key for key, value in DTYPES.items()}
 _ELEMENT_BYTES = {name: ELEMENT_BITS.get(name, 64) // 8 for name in DTYPES.values()}
-_WRITE_ELEMENTS = 2**24  # written in one piece: bounds the temporary copy of a conversion
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 _COPY_AGAIN = "the file is damaged or incomplete: copy or download it again"
 
@@ -65,7 +66,7 @@ class SafetensorsFile:
 
     def view(self, entry: Entry) -> torch.Tensor:
         """The tensor's bytes in the file, without a copy. Read only by contract: writes are private and may vanish."""
-        dtype = getattr(torch, entry.dtype)
+        dtype = torch_dtype(entry.dtype)
         if entry.nbytes == 0:
             return torch.empty(entry.shape, dtype=dtype)
         if self._map is None:
@@ -195,15 +196,15 @@ class SafetensorsWriter:
     def write(self, name: str, tensor: torch.Tensor, convert: bool = False) -> None:
         """Write one tensor. Its shape must be the announced one, its dtype too unless `convert` allows rounding."""
         entry = self._entries[name]
-        found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        found = (dtype_name(tensor.dtype), tuple(tensor.shape))
         if found[1] != entry.shape or (found[0] != entry.dtype and not convert):
             raise ValueError(f"{self.path}: tensor {name!r} is {found}, announced as {(entry.dtype, entry.shape)}")
         self._pending.remove(name)
         position = len(self._prefix) + entry.start
         if not entry.nbytes:
             return
-        for piece in tensor.detach().reshape(-1).split(_WRITE_ELEMENTS):
-            raw = piece.to(getattr(torch, entry.dtype)).contiguous().cpu().view(torch.uint8).numpy()
+        for piece in tensor.detach().reshape(-1).split(PIECE_ELEMENTS):
+            raw = piece.to(torch_dtype(entry.dtype)).contiguous().cpu().view(torch.uint8).numpy()
             _write_all(self._file, memoryview(raw), position)
             position += raw.nbytes
 
@@ -215,7 +216,7 @@ class SafetensorsWriter:
         end = position + entry.nbytes
         for piece in pieces:
             raw = piece.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-            if piece.dtype != getattr(torch, entry.dtype) or position + raw.nbytes > end:
+            if piece.dtype != torch_dtype(entry.dtype) or position + raw.nbytes > end:
                 break
             _write_all(self._file, memoryview(raw), position)
             position += raw.nbytes

@@ -29,7 +29,7 @@ from replayssm.plugins.contract import AttentionGeometry, ConvGeometry
 from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError
 from replayssm.plugins.nvrtc import compile_kernel
 from replayssm.plugins.prefill_geometry import prefill_config_or_none
-from replayssm.plugins.state import LayerState
+from replayssm.plugins.state import LayerState, dtype_name
 
 LIKELY_PROMPT = 128
 """Tokens of a prefill row, as a guess from which the number of prefill rows of a call follows."""
@@ -162,8 +162,8 @@ def causal_conv1d_window(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`reference.causal_conv1d_window` on a GPU; `out` [T, C] as for `mamba2_window`."""
-    dtype = str(weight.dtype).removeprefix("torch.")
     rows = conv_rows(seq_lens.shape[0], state)
+    dtype = dtype_name(weight.dtype)
     config = geo.conv_config(state.expect(ConvGeometry), state.settings, bias is not None, dtype, rows)
     out = torch.zeros_like(x, memory_format=torch.contiguous_format) if out is None else out
     launch(

@@ -90,6 +90,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A torch dtype's own name, the inverse of `torch_dtype`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def allocate_state(
     geometry: Geometry,
     settings: ReplaySettings,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from replayssm.plugins.state import dtype_name
 from replayssm.plugins.tensorrt_ops import DATA_TYPES, error_logger, load_module, version_of
 
 __all__ = ["Layers", "Profile", "Tensor", "load_module"]
@@ -93,7 +94,7 @@ class Layers:
     def constant(self, value: torch.Tensor) -> Tensor:
         """A constant of value's dtype and shape."""
         value = value.contiguous()
-        return self._constant(value, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        return self._constant(value, dtype_name(value.dtype), tuple(value.shape))
 
     def packed_constant(self, value: torch.Tensor) -> Tensor:
         """An fp4 constant [..., 2 n] of packed bytes uint8 [..., n]."""

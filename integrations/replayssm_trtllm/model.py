@@ -12,6 +12,7 @@ from replayssm.plugins import cuda_ops
 from replayssm.plugins.contract import ErrorBit, ReplaySettings
 from replayssm.plugins.geometry import UnsupportedGeometryError, window_config
 from replayssm.plugins.launch import device_arch
+from replayssm.plugins.state import torch_dtype
 
 from .batch import Batch, state_pool
 from .layer import MAX_SEQ_LEN, Layer
@@ -160,7 +161,7 @@ class ReplayModel:
         replay = self._replay_settings(first, pool)
         self._require_kernels(pools, replay, pool.device)
         for layer, own in pools.items():
-            layer.activation_dtype = getattr(torch, replay.activation_dtype)
+            layer.activation_dtype = torch_dtype(replay.activation_dtype)
             trial = (layer.geometry(), replay)
             if trial not in self._tried:
                 self._update_constants_of(layer)
