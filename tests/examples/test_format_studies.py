@@ -14,7 +14,7 @@ from examples import tasks
 from examples.export import load
 from examples.replay import BUFFER_LEN
 from examples.replay_decode import ReplayDecoder
-from examples.state_formats import StateFormat, float8_value
+from examples.state_formats import StateFormat
 from examples.tokenizer import prompt_ids
 
 
@@ -102,6 +102,6 @@ def test_engines_and_simulation_answer_alike():
     simulated.prefill()
     for form in (StateFormat("float32"), StateFormat("float16", True, "nvfp4", "checkpoint", ((4, "float8"),))):
         assert engine.decode(form) == simulated.decode(form)
-    # A number of e4m3 stays what it is; one of e2m1 times a scale of e4m3 has more bits.
-    stays = [torch.equal(float8_value(layer.core.readout), layer.core.readout) for layer in simulated.recurrent]
-    assert dict(zip(simulated.numbers, stays, strict=True)) == {0: False, 1: False, 2: False, 4: True, 5: False}
+    # e4m3 leaves 20 of 23 bits of a mantissa zero; e2m1 times a scale of e4m3 has more bits.
+    low_bits = [bool((layer.core.readout.view(torch.int32) & 0xFFFFF).any()) for layer in simulated.recurrent]
+    assert dict(zip(simulated.numbers, low_bits, strict=True)) == {0: True, 1: True, 2: True, 4: False, 5: True}
