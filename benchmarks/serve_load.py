@@ -1,12 +1,14 @@
 """Load on a running server's process: many streaming clients, some of which leave, and every answer checked.
 
-    python benchmarks/serve_load.py --engine ENGINE [--clients 64] [--seconds 120]
+    python benchmarks/serve_load.py --engine ENGINE [--clients 64] [--seconds 120] [--mixed] [-- --draft mtp ...]
 
 Starts `replayssm serve ENGINE` on a free loopback port. Each client asks greedy questions one after another; a third
 of the streams is closed half way, some calls are not streamed. An answer must equal the one that the same server gave
-before the load, when it was idle; build the engine with --dtype float64, where batching does not move near ties. At
-the end nothing may wait or run, all slots are free, and the process holds at most MEMORY_GROWTH more than after the
-first quarter of the time. One line of result per run goes to benchmarks/results with --output.
+before the load, when it was idle; build the engine with --dtype float64, where batching does not move near ties. With
+--mixed, half of the calls are of other kinds (schemas, expressions, choices, stop strings, log-probabilities, several
+choices, penalties, bodies that must be refused), which have to keep what they ask for. At the end nothing may wait or
+run, all slots are free, and the process holds at most MEMORY_GROWTH more than after the first quarter of the time. One
+line of result per run goes to benchmarks/results with --output.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +79,63 @@ def body(question: str, stream: bool, max_tokens: int) -> dict[str, Any]:
     return {"messages": messages, "temperature": 0, "max_tokens": max_tokens, "stream": stream}
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 99}, "who": {"enum": ["Ann", "Bob"]}},
+    "required": ["n", "who"],
+    "additionalProperties": False,
+}
+
+
+def follows_schema(text: str) -> bool:
+    value = json.loads(text)
+    return set(value) == {"n", "who"} and 1 <= value["n"] <= 99 and value["who"] in ("Ann", "Bob")
+
+
+MIXED: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
+    "schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, "max_tokens": 200},
+        follows_schema,
+    ),
+    "regex": (
+        {"structured_outputs": {"regex": "[a-f]{2,5}-[0-9]{3}"}, "max_tokens": 60},
+        lambda text: re.fullmatch("[a-f]{2,5}-[0-9]{3}", text) is not None,
+    ),
+    "choice": ({"structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 60}, lambda text: text in ("yes", "no")),
+    "stop": ({"stop": ["answer", " 1"], "max_tokens": 200}, lambda text: "answer" not in text and " 1" not in text),
+    "logprobs": ({"logprobs": True, "top_logprobs": 5}, lambda text: True),
+    "choices": ({"n": 3, "temperature": 1.0}, lambda text: True),
+    "sampled": ({"temperature": 1.3, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "seed": 7}, lambda text: True),
+    "penalties": ({"presence_penalty": 1.0, "repetition_penalty": 1.2, "logit_bias": {"5": -50}}, lambda text: True),
+    "refused": ({"temperature": True}, lambda text: text == "status 400"),
+}
+"""Kind -> (what the body has beside a question, what its first choice must be if it ends by itself)."""
+
+
+async def ask_mixed(client: httpx.AsyncClient, url: str, question: str, choose: random.Random) -> tuple[str, bool]:
+    """(kind, whether the answer was right) of a streamed call of some kind, a third of which is left half way."""
+    kind = choose.choice(list(MIXED))
+    more, is_right = MIXED[kind]
+    leave_after = choose.randrange(1, 20) if choose.random() < 0.3 else None
+    text, reason, pieces, ended = "", None, 0, False
+    given = {**body(question, True, 40), **more}
+    async with client.stream("POST", f"{url}/v1/chat/completions", json=given) as answer:
+        if answer.status_code != 200:
+            return kind, is_right(f"status {answer.status_code}")
+        async for line in answer.aiter_lines():
+            ended = ended or line == "data: [DONE]"
+            if not line.startswith("data: {"):
+                continue
+            choice = json.loads(line[6:])["choices"][0]
+            if choice["index"] == 0:
+                text += choice["delta"].get("content") or ""
+                reason = choice["finish_reason"] or reason
+            pieces += 1
+            if pieces == leave_after:
+                return f"{kind}, leaves", True
+    return kind, ended and reason in ("stop", "length") and (reason == "length" or is_right(text))
+
+
 async def ask(client: httpx.AsyncClient, url: str, question: str, max_tokens: int, leave_after: int | None) -> str:
     """The streamed answer, or its first `leave_after` pieces."""
     text, pieces = "", 0
@@ -94,12 +154,16 @@ async def ask(client: httpx.AsyncClient, url: str, question: str, max_tokens: in
 
 
 async def one_client(
-    number: int, url: str, answers: dict[str, str], max_tokens: int, until: float, counts: Counter
+    number: int, url: str, answers: dict[str, str], max_tokens: int, until: float, counts: Counter, mixed: bool
 ) -> None:
     choose = random.Random(number)
     async with httpx.AsyncClient(timeout=httpx.Timeout(120.0)) as client:
         while time.monotonic() < until:
             question = choose.choice(list(answers))
+            if mixed and choose.random() < 0.5:
+                kind, right = await ask_mixed(client, url, question, choose)
+                counts[f"{kind} {'right' if right else 'wrong'}"] += 1
+                continue
             kind = choose.choice(("whole", "stream", "stream", "leaves"))
             if kind == "whole":
                 answer = await client.post(f"{url}/v1/chat/completions", json=body(question, False, max_tokens))
@@ -112,7 +176,7 @@ async def one_client(
             counts[f"{kind} {'right' if right else 'wrong'}"] += 1
 
 
-async def load(server: Server, clients: int, seconds: float, max_tokens: int) -> dict[str, Any]:
+async def load(server: Server, clients: int, seconds: float, max_tokens: int, mixed: bool) -> dict[str, Any]:
     questions = [tasks.generate("easy", "test", seed).question for seed in range(24)]
     async with httpx.AsyncClient(timeout=120.0) as client:
         answers = {question: await ask(client, server.url, question, max_tokens, None) for question in questions}
@@ -120,7 +184,7 @@ async def load(server: Server, clients: int, seconds: float, max_tokens: int) ->
     started = time.monotonic()
     memory = [server.resident_bytes()]
     running = asyncio.gather(
-        *(one_client(i, server.url, answers, max_tokens, started + seconds, counts) for i in range(clients))
+        *(one_client(i, server.url, answers, max_tokens, started + seconds, counts, mixed) for i in range(clients))
     )
     while not running.done():
         await asyncio.wait([running], timeout=max(seconds / 12, 1.0))
@@ -152,13 +216,14 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--mixed", action="store_true", help="half of the calls of other kinds")
     parser.add_argument("--output", type=Path, help="append the result to this file as a JSON line")
     parser.add_argument("serve", nargs="*", help="further options of `replayssm serve`, behind --")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         server = Server(options.engine, options.serve, Path(folder) / "log")
         try:
-            result = asyncio.run(load(server, options.clients, options.seconds, options.max_tokens))
+            result = asyncio.run(load(server, options.clients, options.seconds, options.max_tokens, options.mixed))
         finally:
             server.stop()
     print(json.dumps(result, indent=2))
@@ -168,8 +233,8 @@ def main() -> None:
     if options.output is not None:
         value = result["generated_tokens_per_s"]
         line = {"benchmark": "serve_load", "op": "serve", "geometry": result["model"], "variant": "ours",
-                "value": value, "unit": "tokens/s", "serve": options.serve, **result, "gpu": None,
-                "commit": current_commit("--short"),
+                "value": value, "unit": "tokens/s", "serve": options.serve, "mixed": options.mixed, **result,
+                "gpu": None, "commit": current_commit("--short"),
                 "date": time.strftime("%Y-%m-%d", time.gmtime()), "correct": correct}  # fmt: skip
         with options.output.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -139,15 +139,16 @@ def describe_memory(engine: Engine, memory_bytes: int, slots: int, draft_engine:
     size, cache = slot_bytes(engine, draft_engine)
     length, limit = engine.manifest.replay.max_seq_len, engine.manifest.limits.max_batch_size
     lines = [
-        f"{slots} slots of {size / 1e6:.1f} MB: {(size - cache) / 1e6:.1f} MB of state and rings, {cache / 1e6:.1f} MB "
-        f"of attention cache for {length} tokens; {slots * size / 1e9:.2f} of {memory_bytes / 1e9:.2f} GB"
+        f"{slots} slot{'s' if slots > 1 else ''} of {size / 1e6:.1f} MB: {(size - cache) / 1e6:.1f} MB of state and "
+        f"rings, {cache / 1e6:.1f} MB of attention cache for {length} tokens; "
+        f"{slots * size / 1e9:.2f} of {memory_bytes / 1e9:.2f} GB"
     ]
     lengths = [length // 2**step for step in range(TRADE_LENGTHS) if length // 2**step >= 2]
     counts = [f"{memory_bytes // (size - cache + cache * each // length)} of {each}" for each in lengths]
     if cache:
         lines.append(
-            f"these {memory_bytes / 1e9:.2f} GB hold {', '.join(counts)} tokens (--max-seq-len), the engine's "
-            f"max_batch_size is {limit}"
+            f"{memory_bytes / 1e9:.2f} GB would hold this many sequences of so many tokens (--max-seq-len): "
+            f"{', '.join(counts)}; the engine's max_batch_size is {limit}"
         )
     return lines
 

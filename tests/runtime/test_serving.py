@@ -77,10 +77,10 @@ def test_the_trade_of_length_for_sequences_is_printed(tiny_engine):
     first, second = describe_memory(engine, memory, 5)
     assert first.startswith(f"5 slots of {size / 1e6:.1f} MB: {(size - cache) / 1e6:.1f} MB of state and rings, ")
     assert f"{cache / 1e6:.1f} MB of attention cache for 400 tokens" in first
-    for count, length in re.findall(r"(\d+) of (\d+)[, ]", second):
+    for count, length in re.findall(r"(\d+) of (\d+)[,;]", second):
         bytes_each = slot_bytes(with_max_seq_len(engine, int(length)))[0]
         assert int(count) * bytes_each <= memory < (int(count) + 1) * bytes_each
-    assert re.findall(r"of (\d+)[, ]", second) == ["400", "200", "100", "50"]
+    assert re.findall(r"of (\d+)[,;]", second) == ["400", "200", "100", "50"]
     assert "max_batch_size is 8" in second
 
 
