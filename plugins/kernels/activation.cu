@@ -20,8 +20,8 @@ activation(
     if constexpr (ACTIVATION != 2) load_chunk(y + token * y_stride + head * y_head_stride + column, others);
 #pragma unroll
     for (int e = 0; e < 8; e++) {
-        if constexpr (ACTIVATION == 0) values[e] = rounded(values[e] * fast_sigmoid(values[e])) * others[e];
-        if constexpr (ACTIVATION == 1) values[e] *= rounded(fast_sigmoid(others[e]));
+        if constexpr (ACTIVATION == 0) values[e] = rounded(values[e] * sigmoid_side_by_side(values[e])) * others[e];
+        if constexpr (ACTIVATION == 1) values[e] *= rounded(sigmoid_side_by_side(others[e]));
         if constexpr (ACTIVATION == 2) {
             const float positive = values[e] > 0.f || values[e] != values[e] ? values[e] : 0.f;
             values[e] = positive * positive;

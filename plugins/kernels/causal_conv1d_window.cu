@@ -75,7 +75,7 @@ DEVICE uint4 convolved(const uint4 (&inputs)[TAPS], const Taps& taps, const floa
 #pragma unroll
     for (int e = 0; e < 8; e += 2) {
         const float a = sum[e] + offset[e], b = sum[e + 1] + offset[e + 1];
-        packed[e / 2] = pack_activation(a * fast_sigmoid(a), b * fast_sigmoid(b));
+        packed[e / 2] = pack_activation(a * sigmoid_side_by_side(a), b * sigmoid_side_by_side(b));
     }
     return make_uint4(packed[0], packed[1], packed[2], packed[3]);
 }

@@ -32,7 +32,7 @@ gated_rms_norm(
         load_weights(weight + first % WEIGHT_COLUMNS + chunk * 8, weights[i]);
 #pragma unroll
         for (int e = 0; e < 8; e++) {
-            gates[i][e] *= fast_sigmoid(gates[i][e]);
+            gates[i][e] *= sigmoid_side_by_side(gates[i][e]);
             if constexpr (GATE_FIRST) values[i][e] *= gates[i][e];
             squares += values[i][e] * values[i][e];
         }

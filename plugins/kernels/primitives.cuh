@@ -33,9 +33,6 @@ DEVICE long long offset_of(int index, int stride) {
     return result;
 }
 
-// 1 / (1 + exp(-value)), within some units of the last place of fp32, for what 16 bits will hold.
-DEVICE float fast_sigmoid(float value) { return __fdividef(1.f, 1.f + __expf(-value)); }
-
 // Never contracted by the compiler: results are the same wherever they are written.
 DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }

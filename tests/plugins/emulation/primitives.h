@@ -162,7 +162,6 @@ inline auto exchange(const char* operation, std::initializer_list<u32> words, Us
 
 DEVICE float bits_to_float(u32 bits) { float f; std::memcpy(&f, &bits, 4); return f; }
 DEVICE u32 float_to_bits(float value) { u32 b; std::memcpy(&b, &value, 4); return b; }
-DEVICE float fast_sigmoid(float value) { return 1.f / (1.f + std::exp(-value)); }
 DEVICE float multiply(float a, float b) { return a * b; }
 DEVICE float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 DEVICE u16 float_to_bf16(float value) {
