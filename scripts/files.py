@@ -21,7 +21,8 @@ def check_writable(*paths: Path | None) -> None:
 
 def _is_special(path: Path) -> bool:
     """Whether `path` is a device or a pipe, which must be written to and not be replaced."""
-    return path.exists() and not path.is_file() and not path.is_dir()
+    with _naming(path):  # below a folder that may not be entered
+        return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _temporary_file(path: Path, delete: bool) -> Any:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -235,3 +236,17 @@ def test_loading_imports_neither_transformers_nor_builders(tiny_engine):
     )
     directory = str(tiny_engine("nano", dtype="bfloat16").directory)
     assert subprocess.run([sys.executable, "-c", code, directory], check=False).returncode == 0
+
+
+def test_weights_that_may_not_be_read_are_not_called_damaged(tiny_engine, monkeypatch):
+    """safetensors says of them that they are missing, and an engine that is whole need not be rebuilt."""
+    directory, opened = tiny_engine("nano").directory, Path.open
+
+    def refuses(path, *arguments, **options):
+        if path.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuses)
+    with pytest.raises(PermissionError):
+        Engine.load(directory)

@@ -63,3 +63,12 @@ def test_what_cannot_be_written_is_said_before(tmp_path, name):
             call(tmp_path / name)
     check_writable(tmp_path / "new", None)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_folder_that_may_not_be_entered_is_named(tmp_path, monkeypatch):
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refused)
+    with pytest.raises(ValueError, match="Permission denied; choose another file"):
+        check_writable(tmp_path / "a")
