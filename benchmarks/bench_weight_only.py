@@ -4,6 +4,7 @@
 
 Bytes are those of the weights that the tokens use, each read once, and nothing else; the ceiling is that of plain reads
 in the same run, that of operations a large bf16 product. Weights rotate until they exceed any cache. Variants: "ours";
+"ours_fp8" (mixtures with activations in FP8, on Hopper);
 "dequantize" (our kernel that writes the weight in bf16, then cuBLAS); "cublas" (bf16 weights); "grouped_mm"
 (torch._grouped_mm over bf16 experts, both products of pairs that were sorted beforehand, without activation and
 combination); "dequantized_grouped_mm" (the same behind our kernel that writes all experts in bf16).
@@ -13,14 +14,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 
 import torch
 from e2e_results import measured_flops
 from harness import COLD_BYTES, Results, Timing, ceilings, time_graph
 
-from replayssm.plugins import nvfp4, weight_only
+from replayssm.plugins import fp8_experts, nvfp4, weight_only
 from replayssm.plugins.weight_only import Weight
 
 DEVICE = torch.device("cuda", 0)
@@ -38,9 +39,11 @@ LINEARS = (
 """Model, format, output and input features."""
 ALLOWED = 0.01
 """Relative distance from fp64 in the Euclidean norm: a mixture rounds five values to bf16 on the way, 2^-9 each."""
+ALLOWED_IN_FP8 = 0.08
+"""The same where weights and activations are rounded to e4m3, 2^-4 each at most, by some 0.03 in this norm."""
 
 
-def random_weight(format: str, *shape: int) -> Weight:
+def random_weight(format: str, *shape: int, unit: torch.Tensor | None = None) -> Weight:
     scale = torch.full(shape[:-2], 1 / (3 * shape[-1] ** 0.5), device=DEVICE)
     if format == "fp8":
         codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
@@ -48,7 +51,13 @@ def random_weight(format: str, *shape: int) -> Weight:
         return Weight(format, weight_only.pack(format, codes), scale / 32, *shape[-2:])
     codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=DEVICE)
     blocks = (torch.rand(*shape[:-1], shape[-1] // 16, device=DEVICE) / 2 + 0.75).to(torch.float8_e4m3fn)
+    if format == fp8_experts.FORMAT:
+        return Weight(format, fp8_experts.pack(codes, blocks), scale, *shape[-2:], unit)
     return Weight(format, weight_only.pack(format, codes, blocks), scale, *shape[-2:])
+
+
+def units(count: int, largest: float) -> torch.Tensor:
+    return torch.full((count,), largest / nvfp4.E4M3_MAX, device=DEVICE)
 
 
 def values(weight: Weight, expert: int | None = None) -> torch.Tensor:
@@ -56,7 +65,11 @@ def values(weight: Weight, expert: int | None = None) -> torch.Tensor:
     if expert is not None:
         scale = weight.scale[expert]
         weight = Weight(weight.format, weight.tiles[expert], scale, weight.out_features, weight.in_features)
-    codes, *blocks = weight_only.unpack(weight)
+    if weight.format == fp8_experts.FORMAT:
+        weight = replace(weight, tiles=weight.tiles.unsqueeze(0))
+        codes, *blocks = (tensor[0] for tensor in fp8_experts.unpack(weight))
+    else:
+        codes, *blocks = weight_only.unpack(weight)
     if weight.format == "fp8":
         return codes.double() * weight.scale.double()
     return nvfp4.dequantize(codes, *blocks, torch.ones((), device=DEVICE)).double() * weight.scale.double()
@@ -115,6 +128,15 @@ def measure_mixture(results: Results, model: str, tokens: list[int], ceiling: fl
     experts, top_k, width, hidden, activation = MIXTURES[model]
     inner = [random_weight("nvfp4", experts, hidden, width) for _ in range(2 if activation == "swiglu" else 1)]
     held = [*inner, random_weight("nvfp4", experts, width, hidden)]
+    # Inputs of an expert lie within 6, its hidden values within 60.
+    in_fp8 = (
+        []
+        if torch.cuda.get_device_capability()[0] != 9
+        else [
+            *(random_weight(fp8_experts.FORMAT, experts, hidden, width, unit=units(1, 6)) for _ in inner),
+            random_weight(fp8_experts.FORMAT, experts, width, hidden, unit=units(experts, 60)),
+        ]
+    )
     shapes = ((hidden * len(inner), width), (width, hidden))
     wide = [torch.randn(experts, *shape, device=DEVICE, dtype=torch.bfloat16) for shape in shapes]
     elements = width * hidden * len(held)
@@ -131,6 +153,12 @@ def measure_mixture(results: Results, model: str, tokens: list[int], ceiling: fl
         calls = [partial(weight_only.moe, x, ids, weights, held, activation) for ids in draws]
         fields = {**common, "format": "nvfp4", "variant": "ours", "error": round(error, 6), "correct": error < ALLOWED}
         report(results, time_graph(calls), used * elements * 0.5625, ceiling, operations, **fields)
+        if in_fp8:
+            got = fp8_experts.moe(x, draws[0], weights, in_fp8, activation)
+            error = distance(got[:few], reference(x[:few], draws[0][:few], weights[:few], in_fp8, activation))
+            calls = [partial(fp8_experts.moe, x, ids, weights, in_fp8, activation) for ids in draws]
+            fields |= {"variant": "ours_fp8", "error": round(error, 6), "correct": error < ALLOWED_IN_FP8}
+            report(results, time_graph(calls), used * elements * 0.5625, ceiling, operations, **fields)
         timing, used = time_grouped_mm(draws[0], wide)
         fields = {**common, "format": "bfloat16", "variant": "grouped_mm"}
         report(results, timing, used * elements * 2, ceiling, operations, **fields)

@@ -24,12 +24,13 @@ from replayssm.builders.models import Networks, build_networks
 from replayssm.builders.parameters import WeightRecipe
 from replayssm.builders.random_checkpoint import random_weight
 from replayssm.builders.weight_shapes import quantizable_modules
+from replayssm.plugins import fp8_experts as fp8
 from replayssm.plugins.contract import AttentionGeometry, Geometry, ReplaySettings
 from replayssm.plugins.manifest import EngineManifest, FileEntry, Limits, is_engine_directory
 from replayssm.plugins.network import Network
 from replayssm.plugins.state import torch_dtype
 from replayssm.runtime.engine import Engine
-from replayssm.runtime.fusion import TILES
+from replayssm.runtime.fusion import FP8_TILES, TILES, fuse
 
 DISTRIBUTION_STD_OF_NVFP4_CODES = 2.92
 """Of uniformly drawn E2M1 codes."""
@@ -61,7 +62,7 @@ class Model:
     """name: as results call it, with the format of random weights behind it where that was asked for. layers_run of
     layers_total tell how far a model was truncated.
 
-    fp8_products: products of FP8 weights with activations in FP8 (`runtime.engine.Engine`).
+    fp8_products, fp8_experts: products in FP8 (`runtime.engine.Engine`).
     directory: of the checkpoint or engine. resident: weights on the devices, which all sessions over the model share.
     """
 
@@ -74,6 +75,7 @@ class Model:
     vocab_size: int
     directory: Path | None = None
     fp8_products: bool = False
+    fp8_experts: bool = False
     resident: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     def tokenizer(self) -> Any:
@@ -99,22 +101,26 @@ class Model:
     @property
     def product_elements(self) -> int:
         """Weight elements that a token is multiplied with, those of its experts among them; two operations each."""
-        network, elements = self.networks["main"], 0
+        network, elements = self.networks["main"], self._linear_elements
         for node in network.nodes:
-            if node.op == "linear":
-                elements += _elements(network, node.inputs[1])
-            elif node.op == "moe":
+            if node.op == "moe":
                 stacked = [name for name in node.inputs[3:] if not name.endswith(("_scale", "_scale_2"))]
                 top_k = network.spec(node.inputs[1]).shape[-1]
                 elements += sum(_elements(network, name) // network.weights[name].shape[0] for name in stacked) * top_k
         return elements
 
     @property
+    def _linear_elements(self) -> int:
+        network = self.networks["main"]
+        return sum(_elements(network, node.inputs[1]) for node in network.nodes if node.op == "linear")
+
+    @property
     def fp8_elements(self) -> int:
         """Those of `product_elements` that are multiplied in FP8."""
         network = self.networks["main"]
         linear = [node for node in network.nodes if self.fp8_products and node.attributes.get("activations") == "fp8"]
-        return sum(_elements(network, node.inputs[1]) for node in linear if node.op == "linear")
+        found = sum(_elements(network, node.inputs[1]) for node in linear if node.op == "linear")
+        return found + (self.product_elements - self._linear_elements if self.fp8_experts else 0)
 
     def kv_bytes(self, dtype_bytes: int = 2) -> int:
         """Bytes of the KV cache per token."""
@@ -141,6 +147,7 @@ class Model:
             self.weights,
             self.resident,
             fp8_products=self.fp8_products,
+            fp8_experts=self.fp8_experts,
         )
 
 
@@ -152,26 +159,30 @@ def load_model(
     layers: int | None = None,
     mtp: bool = False,
     fp8_products: bool = False,
+    fp8_experts: bool = False,
     tiles: bool = False,
     weights: str | None = None,
+    vocabulary: int | None = None,
 ) -> Model:
     """`source`: engine directory, checkpoint directory, or a published name, which implies random weights.
 
-    layers: leading layers to keep. mtp: also load the draft head. fp8_products: as in `Model`. tiles: draw random
-    experts as kernels hold them (`random_tiles`), other ones than without. weights: format of the random weights that a
-    recipe may quantize, of `builders.inspection.WEIGHT_FORMATS`; None: as published.
+    layers, vocabulary: leading layers and tokens to keep. mtp: also load the draft head. fp8_products, fp8_experts: as
+    in `Model`. tiles: draw random experts as kernels hold them (`random_tiles`), other ones than without. weights:
+    format of the random weights that a recipe may quantize, of `builders.inspection.WEIGHT_FORMATS`; None: published.
     """
     path = Path(source)
     if weights is not None and (is_engine_directory(path) or (path.is_dir() and not random_weights)):
         raise ValueError("--weights takes random weights: name a published model or add --random-weights")
     if is_engine_directory(path):
-        if random_weights or layers is not None:
-            raise ValueError("an engine directory is run as it is: leave --random-weights and --layers away")
+        if random_weights or layers is not None or vocabulary is not None:
+            options = "--random-weights, --layers and --vocabulary"
+            raise ValueError(f"an engine directory is run as it is: leave {options} away")
         engine = Engine.load(path)
         count = len(engine.networks["main"].states)
         name = engine.manifest.model["name"]
         networks = {key: value for key, value in engine.networks.items() if key == "main" or mtp}
-        return Model(name, networks, engine.weights, False, count, count, engine.vocab_size, path, fp8_products)
+        formats = {"fp8_products": fp8_products, "fp8_experts": fp8_experts}
+        return Model(name, networks, engine.weights, False, count, count, engine.vocab_size, path, **formats)
     is_published = not path.is_dir()
     if is_published and source not in PUBLISHED and source not in PUBLISHED.values():
         names = ", ".join([*PUBLISHED, *PUBLISHED.values()])
@@ -180,6 +191,10 @@ def load_model(
     config = published(source) if is_published else checkpoint.config if checkpoint else read_config(path)
     total = len(config.layers)
     config = replace(config, layers=config.layers[:layers])
+    if vocabulary is not None:
+        if checkpoint or not 0 < vocabulary <= config.vocab_size:
+            raise ValueError(f"--vocabulary takes random weights and 1 to {config.vocab_size} tokens, got {vocabulary}")
+        config = replace(config, vocab_size=vocabulary)
     formats = checkpoint.module_format if checkpoint else None
     if weights is not None:
         formats = dict.fromkeys(quantizable_modules(config), WEIGHT_FORMATS[weights])
@@ -187,7 +202,11 @@ def load_model(
     if mtp and networks.mtp is None:
         raise ValueError(f"{source} has no draft head (MTP): choose --drafts ngram")
     held = _checkpoint_weights(networks, checkpoint) if checkpoint else _random_weights(config, networks, device)
-    made = {device: random_tiles(networks.main, device)} if tiles and not checkpoint and device.type == "cuda" else {}
+    made = (
+        {device: random_tiles(networks.main, device, fp8_experts)}
+        if tiles and not checkpoint and device.type == "cuda"
+        else {}
+    )
     short = {value: key for key, value in PUBLISHED.items()}.get(source, path.name if path.is_dir() else source)
     return Model(
         f"{short}-{weights}" if weights else short,
@@ -199,24 +218,28 @@ def load_model(
         config.vocab_size,
         path if path.is_dir() else None,
         fp8_products,
+        fp8_experts,
         made,
     )
 
 
-def random_tiles(network: Network, device: torch.device) -> dict[str, torch.Tensor]:
-    """Random NVFP4 experts of `network` as `weight_only.pack` would leave them: packing 120B weights takes seconds."""
+def random_tiles(network: Network, device: torch.device, in_fp8: bool = False) -> dict[str, torch.Tensor]:
+    """Random NVFP4 experts of `network` as `weight_only.pack`, or `fp8_experts.pack`, would leave them: packing 120B
+    weights takes seconds."""
     found = {}
-    for node in network.nodes:
-        for name in node.inputs[3:] if node.op == "moe" else ():
-            spec = network.weights[name]
-            if spec.dtype != "uint8" or spec.shape[1] % 32 or spec.shape[2] % 64:
-                continue
-            generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-            shape = (spec.shape[0], spec.shape[1] // 32, spec.shape[2] // 64, 2304)
-            tiles = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
-            # Block scales of e4m3 from 0.75 to 1.25.
-            tiles[..., 2048:].random_(0x34, 0x3B, generator=generator)
-            found[name + TILES] = tiles
+    nodes = fuse(network, network.nodes, fp8_experts=in_fp8)
+    for name in (name for node in nodes if node.op == "moe" for name in node.inputs):
+        source, _, kind = name.rpartition("@")
+        if "@" + kind not in (TILES, FP8_TILES) or network.weights[source].dtype != "uint8":
+            continue
+        spec, generator = network.weights[source], torch.Generator(device).manual_seed(zlib.crc32(source.encode()))
+        shape = (spec.shape[0], -(-spec.shape[1] // 32), -(-spec.shape[2] // 64), 2304)
+        tiles = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+        # Block scales of e4m3 from 0.75 to 1.25.
+        tiles[..., 2048:].random_(0x34, 0x3B, generator=generator)
+        if "@" + kind == FP8_TILES:
+            tiles[..., 2048:] = fp8.scale_bytes(tiles[..., 2048:])
+        found[name] = tiles
     return found
 
 

@@ -24,6 +24,7 @@ def add_common_options(parser: argparse.ArgumentParser, batch_sizes: list[int], 
     add("--model", "--model-id", required=True, help="engine directory, checkpoint directory or published name")
     add("--random-weights", action="store_true", help="random weights of the checkpoint's shape; implied by a name")
     add("--layers", type=int, help="keep this many leading layers; results say so")
+    add("--vocabulary", type=int, help="keep this many tokens, so that an output head weighs as in the whole model")
     add("--batch-size", type=int, action="append", help=f"may be given several times; default {batch_sizes}")
     add("--num-steps", type=int, default=steps, help=f"timed steps of each variant; default {steps}")
     add("--warmup-steps", type=int, default=warmup, help=f"default {warmup}")
@@ -33,6 +34,11 @@ def add_common_options(parser: argparse.ArgumentParser, batch_sizes: list[int], 
     add("--state-rounding", choices=ROUNDINGS, default="nearest")
     add("--readout-dtype", choices=READOUT_DTYPES, default="same")
     add("--fp8-products", action="store_true", help="FP8 weights times activations in FP8, where the recipe has it so")
+    add(
+        "--fp8-experts",
+        action="store_true",
+        help="NVFP4 experts in FP8 where the recipe rounds what they read to NVFP4",
+    )
     add("--weights", choices=WEIGHT_FORMATS, help="format of random weights; default as the model was published")
     add("--target", choices=["torch"], default="torch", help="what runs the network")
     add("--device", default="cuda")
@@ -49,8 +55,8 @@ def device_of(options: argparse.Namespace) -> torch.device:
     return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
 
 
-def model_of(options: argparse.Namespace, mtp: bool = False) -> Model:
-    """The model that the common options name; mtp: with its draft head."""
+def model_of(options: argparse.Namespace, mtp: bool = False, tiles: bool = True) -> Model:
+    """The model that the common options name; mtp: with its draft head; tiles: as for `load_model`."""
     return load_model(
         options.model,
         device_of(options),
@@ -58,8 +64,10 @@ def model_of(options: argparse.Namespace, mtp: bool = False) -> Model:
         layers=options.layers,
         mtp=mtp,
         fp8_products=options.fp8_products,
-        tiles=True,
+        fp8_experts=options.fp8_experts,
+        tiles=tiles,
         weights=options.weights,
+        vocabulary=options.vocabulary,
     )
 
 
@@ -117,6 +125,8 @@ def model_fields(model: Model, settings: ReplaySettings, batch: int, options: ar
         "layers": model.layers_run,
         "layers_total": model.layers_total,
         "fp8_products": model.fp8_products,
+        "fp8_experts": model.fp8_experts,
+        "vocabulary": model.vocab_size,
     }
 
 

@@ -32,7 +32,7 @@ KERNEL_CLASSES = (
     ("collective", ("nccl", "one_shot_all_reduce")),
     ("ssm", ("mamba2_", "gdn_")),
     ("conv", ("causal_conv1d",)),
-    ("routing", ("route_tokens", "route_experts", "combine_experts")),
+    ("routing", ("route_tokens", "route_experts", "count_experts", "place_pairs", "combine_experts")),
     ("attention", ("attention", "flash", "fmha")),
     (
         "matmul",
@@ -49,7 +49,7 @@ KERNEL_CLASSES = (
             "sum_splits",
         ),
     ),
-    ("elementwise", ("rms_norm", "norm_rope", "activation")),
+    ("elementwise", ("rms_norm", "norm_rope", "activation", "quantize_")),
     ("copy", ("memcpy", "memset")),
 )
 """Class of a kernel by parts of its name, the first that fits; the rest is "other" (sampling, gathers, casts)."""

@@ -9,6 +9,9 @@ With --dataset, a checkpoint's own weights and a drafter, acceptance is natural 
 (e2e_natural.py). Variants hold different state (snapshots are many times a sequence's state), so they run one after the
 other in turns, each freeing its memory first.
 
+With --ranks, every rank is a process with a GPU of its own and a part of the model, and rank 0 writes the lines; bytes
+are those of one rank.
+
 "snapshots" is the plain kernel that stores the state after every token of a window; the next step would read the one
 that stands in place, so no copy is timed. What copying it back would cost is in `commit_copy_us`.
 """
@@ -17,18 +20,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from e2e_decode_speedup import logits_bound, low_precision, split_fields, timing_fields
 from e2e_model import Model
 from e2e_natural import measure_natural
+from e2e_ranks import rank_model, rank_networks, run_ranks
 from e2e_results import E2eResults, add_common_options, device_of, measured_ceiling, model_fields, model_of, roofline
 from e2e_run import Run, Split, free_memory, percentile, split_time
 
 from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.state import LayerState
 from replayssm.plugins.traffic import traffic_per_token
+from replayssm.runtime.parallel_processes import Place, join_group
 
 BENCHMARK = "e2e_spec_decode_throughput"
 SPECULATION = "replay-speculation"
@@ -52,10 +59,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="STATE:READOUT:ROUNDING",
         help="further replay speculation, such as float16:nvfp4:stochastic; may be given several times",
     )
+    parser.add_argument(
+        "--also-replay",
+        action="append",
+        default=[],
+        metavar="STATE:READOUT:ROUNDING",
+        help="the same for replay that decodes one token a step",
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs to divide the model over; default 1")
     options = parser.parse_args(arguments)
+    options.variants += [f"replay-{text.replace(':', '-')}" for text in options.also_replay]
     options.variants += [f"{SPECULATION}-{text.replace(':', '-')}" for text in options.also]
     if not 0 <= options.acceptance <= 1:
         parser.error(f"--acceptance must lie between 0 and 1, got {options.acceptance}")
+    if options.ranks > 1 and options.dataset is not None:
+        parser.error("--dataset runs on one GPU: leave out --ranks")
     if not 1 <= options.draft_len < options.buffer_len:
         parser.error(f"--draft-len must lie between 1 and --buffer-len - 1, got {options.draft_len}")
     return options
@@ -69,7 +87,7 @@ def settings_of(variant: str, options: argparse.Namespace, max_seq_len: int) -> 
         state_dtype=options.state_dtype,
         state_rounding=options.state_rounding,
     )
-    window = 1 if variant in ("plain", "replay") else 1 + options.draft_len
+    window = 1 + options.draft_len if verifies(variant) else 1
     if variant in ("plain", "snapshots"):
         return dataclasses.replace(plain, max_window=window)
     replay = dataclasses.replace(
@@ -77,7 +95,11 @@ def settings_of(variant: str, options: argparse.Namespace, max_seq_len: int) -> 
     )
     if variant in VARIANTS:
         return replay
-    return low_precision(replay, variant.removeprefix(f"{SPECULATION}-").replace("-", ":"))
+    return low_precision(replay, variant.removeprefix(SPECULATION).removeprefix("replay").strip("-").replace("-", ":"))
+
+
+def verifies(variant: str) -> bool:
+    return variant.startswith(("snapshots", SPECULATION))
 
 
 def accepted_tokens(steps: int, batch: int, options: argparse.Namespace) -> torch.Tensor:
@@ -109,22 +131,23 @@ def run_turn(
     device, cycle = device_of(options), options.buffer_len
     warmup = -(-options.warmup_steps // cycle) * cycle
     profiled = 8 if known is None and not options.no_profile else 0
-    verifies = variant not in ("plain", "replay")
     accepted = accepted_tokens(warmup + steps + profiled, batch, options)
-    longest = int(accepted.sum(dim=0).max()) if verifies else warmup + steps + profiled
+    longest = int(accepted.sum(dim=0).max()) if verifies(variant) else warmup + steps + profiled
     max_seq_len = options.prompt_len + cycle + longest + 1 + options.draft_len
     settings = settings_of(variant, options, max_seq_len)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     generator = torch.Generator().manual_seed(options.seed)
     prompts = torch.randint(model.vocab_size, (batch, options.prompt_len), generator=generator).tolist()
-    run = Run(model, settings, prompts, device, accepted if verifies else None)
-    mean = float(accepted[warmup : warmup + steps].float().mean()) if verifies else 1.0
+    run = Run(model, settings, prompts, device, accepted if verifies(variant) else None)
+    mean = float(accepted[warmup : warmup + steps].float().mean()) if verifies(variant) else 1.0
     known = known or Measured(settings, mean)
     first = run.force(torch.arange(batch * settings.max_window) % model.vocab_size)
     if known.first_logits is None:
         # The first token of every window, which all variants were given alike but for its id.
-        known.first_logits = first.view(batch, settings.max_window, -1)[:, 0].float().cpu() if verifies else None
+        known.first_logits = (
+            first.view(batch, settings.max_window, -1)[:, 0].float().cpu() if verifies(variant) else None
+        )
     run.desynchronise(model.vocab_size, cycle)
     run.time(warmup, cycle)
     known.times += run.time(steps, cycle)
@@ -155,7 +178,8 @@ def commit_copy_us(states: list[LayerState]) -> float:
     return 1e3 * begin.elapsed_time(end)
 
 
-def measure(model: Model, batch: int, options: argparse.Namespace, results: E2eResults) -> None:
+def measure(model: Model, batch: int, options: argparse.Namespace, results: E2eResults | None) -> None:
+    """results: None on ranks that do not write any."""
     device, cycle = device_of(options), options.buffer_len
     steps = max(cycle, options.num_steps // options.repeats // cycle * cycle)
     measured: dict[str, Measured] = {}
@@ -165,19 +189,22 @@ def measure(model: Model, batch: int, options: argparse.Namespace, results: E2eR
             free_memory(device)
             measured[variant] = run_turn(variant, model, batch, options, steps, measured.get(variant))
         order.reverse()
+    if results is None:
+        return
     ceiling = measured_ceiling(device)
+    part = dataclasses.replace(model, networks=rank_networks(model))
     rates = {name: batch * one.tokens / percentile(one.times, 0.5) for name, one in measured.items()}
     distances = agreement(measured)
     for name, one in measured.items():
-        traffic = traffic_per_token(model.geometries, one.settings, one.settings.max_window - 1, one.tokens)
-        moved = {"plain": traffic.plain, "replay": traffic.replay, "snapshots": traffic.snapshot_speculation}.get(
-            name, traffic.replay_speculation
-        )
+        traffic = traffic_per_token(part.geometries, one.settings, one.settings.max_window - 1, one.tokens)
+        moved = traffic.replay_speculation if verifies(name) else traffic.replay
+        moved = {"plain": traffic.plain, "snapshots": traffic.snapshot_speculation}.get(name, moved)
         results.add(
             op="decode_step" if one.settings.max_window == 1 else "verify_step",
             **model_fields(model, one.settings, batch, options),
             fill="desync",
             variant=name,
+            ranks=options.ranks,
             **timing_fields(one.times, batch * one.tokens),
             **one.clock,
             acceptance_length=round(one.tokens, 4),
@@ -189,7 +216,7 @@ def measure(model: Model, batch: int, options: argparse.Namespace, results: E2eR
             commit_copy_us=one.commit_copy_us and round(one.commit_copy_us, 1),
             traffic_bytes_per_token=round(moved),
             predicted_recurrent_us=ceiling and round(1e6 * batch * one.tokens * moved / ceiling, 1),
-            **roofline(model, batch * one.settings.max_window, ceiling),
+            **roofline(part, batch * one.settings.max_window, ceiling),
             state_bytes=one.state_bytes,
             gpu_memory_bytes=one.memory_bytes,
             logits_distance=distances.get(name),
@@ -206,8 +233,24 @@ def agreement(measured: dict[str, Measured]) -> dict[str, float]:
     return {name: round(float((own - first).norm() / first.norm()), 5) for name, own in logits.items()}
 
 
-def main(arguments: list[str] | None = None) -> Path:
+def measure_rank(place: Place, _, options: argparse.Namespace) -> None:
+    """What a rank does: `measure` of its part."""
+    join_group(place)
+    options.device = str(place.torch_device)
+    # A communicator is made by its first collective, which no capture must hold.
+    dist.all_reduce(torch.zeros(1, device=place.torch_device))
+    whole = model_of(options, tiles=False)
+    model = rank_model(whole, place, tiles=True)
+    results = E2eResults(BENCHMARK, options) if place.rank == 0 else None
+    for batch in options.batch_size:
+        measure(model, batch, options, results)
+
+
+def main(arguments: list[str] | None = None) -> Path | int:
+    """The file of lines, or an exit code where there are several ranks."""
     options = parse(arguments)
+    if options.ranks > 1:
+        return run_ranks(measure_rank, options)
     natural = options.dataset is not None
     model = model_of(options, mtp=natural and options.drafts == "mtp")
     results = E2eResults(BENCHMARK, options)
@@ -220,4 +263,5 @@ def main(arguments: list[str] | None = None) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    done = main()
+    sys.exit(done if isinstance(done, int) else 0)

@@ -13,15 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import multiprocessing
-import os
 import sys
-import tempfile
-import threading
-import traceback
-from dataclasses import dataclass
-from multiprocessing.connection import wait
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -34,32 +26,16 @@ from e2e_decode_speedup import (
     timing_fields,
 )
 from e2e_model import Model, load_model
-from e2e_results import E2eResults, add_common_options, device_of, measured_ceiling, model_fields, roofline
+from e2e_ranks import rank_model, run_ranks
+from e2e_results import E2eResults, add_common_options, measured_ceiling, model_fields, roofline
 from e2e_run import Run, free_memory, percentile, split_time
 
 from replayssm.plugins.contract import ReplaySettings
-from replayssm.runtime.engine import Engine
-from replayssm.runtime.parallel import ONE_SHOT_BYTES, collectives, rank_engine
-from replayssm.runtime.parallel_processes import Place, end_with_parent, join_group
+from replayssm.runtime.parallel_processes import Place, join_group
 
 BENCHMARK = "e2e_tensor_parallel"
 WAIT_S = 300
 """For the other ranks at a meeting on the host."""
-
-
-@dataclass(frozen=True)
-class RankModel(Model):
-    """A rank's part of a model; its engines share their weights. one_shot_bytes: as `runtime.parallel.collectives`."""
-
-    rank: int = 0
-    ranks: int = 1
-    one_shot_bytes: int = ONE_SHOT_BYTES
-
-    def engine(self, settings: ReplaySettings, batch: int) -> Engine:
-        operators = collectives(one_shot_bytes=self.one_shot_bytes)
-        engine = rank_engine(super().engine(settings, batch), self.rank, self.ranks, operators)
-        engine.resident_weights = self.resident
-        return engine
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -82,8 +58,7 @@ class Rank:
         dist.all_reduce(torch.zeros(1, device=self.device))
         self.whole = self._load() if place.rank == 0 else None
         model = self.whole or self._load()
-        values = {item.name: getattr(model, item.name) for item in dataclasses.fields(Model)}
-        part = RankModel(**{**values, "resident": {}}, rank=place.rank, ranks=place.ranks)
+        part = rank_model(model, place)
         ranks = f"{place.ranks} gpus" if place.ranks > 1 else "1 gpu, divided"
         self.models = {"1 gpu": self.whole, ranks: part}
         if options.compare_sums:
@@ -224,51 +199,15 @@ class Rank:
         return values.tolist()
 
 
-def rank_main(place: Place, meeting, options: argparse.Namespace) -> None:
-    """The process of one rank. Ends without exit handlers, which could wait for a rank that is gone."""
-    code = 0
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    try:
-        torch.set_num_threads(place.threads)
-        rank = Rank(place, meeting, options)
-        results = E2eResults(BENCHMARK, options) if place.rank == 0 else None
-        for batch in options.batch_size:
-            rank.measure(batch, results)
-    except BaseException:
-        print(f"rank {place.rank}:", file=sys.stderr)
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def measure_all(place: Place, meeting, options: argparse.Namespace) -> None:
+    rank = Rank(place, meeting, options)
+    results = E2eResults(BENCHMARK, options) if place.rank == 0 else None
+    for batch in options.batch_size:
+        rank.measure(batch, results)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    kind = device_of(options).type
-    if kind == "cuda" and torch.cuda.device_count() < options.ranks:
-        raise SystemExit(f"{options.ranks} ranks need as many GPUs, torch sees {torch.cuda.device_count()}")
-    # A fresh interpreter: CUDA does not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    meeting = context.Barrier(options.ranks)
-    with tempfile.TemporaryDirectory() as folder:
-        places = [
-            Place(rank, options.ranks, kind, str(Path(folder) / "store"), torch.get_num_threads())
-            for rank in range(options.ranks)
-        ]
-        processes = [context.Process(target=rank_main, args=(place, meeting, options)) for place in places]
-        for process in processes:
-            process.start()
-        running = list(processes)
-        while running and not any(process.exitcode for process in processes):
-            wait([process.sentinel for process in running])
-            running = [process for process in processes if process.exitcode is None]
-        for process in running:
-            # Its partner has failed, so it would wait for ever.
-            process.kill()
-        for process in processes:
-            process.join()
-    return max(abs(process.exitcode) for process in processes)
+    return run_ranks(measure_all, parse(arguments))
 
 
 if __name__ == "__main__":

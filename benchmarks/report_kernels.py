@@ -5,6 +5,7 @@ from __future__ import annotations
 from report_lines import BUFFER_LEN, NAMES, WINDOW, Line, best_of, ratio, select, share_of, table
 
 PRODUCT_PEERS = {
+    "ours_fp8": "activations in FP8",
     "dequantize": "dequantized, cuBLAS",
     "cublas": "bf16 weights, cuBLAS",
     "dequantized_grouped_mm": "dequantized, torch._grouped_mm",

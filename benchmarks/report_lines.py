@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from replayssm.builders.config import published
+
 RESULTS = Path(__file__).parent / "results"
 NAMES = {"nano4b": "Nemotron-3-Nano-4B", "super120b": "Nemotron-3-Super-120B", "qwen4b": "Qwen3.5-4B"}
 NAMES["qwen122b"] = "Qwen3.5-122B-A10B"
@@ -24,10 +26,19 @@ def read_lines(folder: Path) -> list[Line]:
     for path in sorted(folder.glob("*.jsonl")):
         for text in path.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
-            key = tuple(str(line.get(name)) for name in keys)
+            # Older lines do not say what only newer ones may differ in.
+            newer = (bool(line.get("fp8_experts")), cut_vocabulary(line), line.get("ranks", 1))
+            key = (*(str(line.get(name)) for name in keys), *newer)
             if key not in kept or kept[key].get("date", "") <= line.get("date", ""):
                 kept[key] = line
     return list(kept.values())
+
+
+def cut_vocabulary(line: Line) -> int | None:
+    """Tokens that a truncated model has left of its vocabulary; None for all of them."""
+    kept = line.get("vocabulary")
+    whole = shape_of(line) not in NAMES or kept == published(shape_of(line)).vocab_size if kept else True
+    return None if whole else kept
 
 
 def select(lines: Iterable[Line], **wanted) -> list[Line]:
@@ -60,8 +71,14 @@ def model_of(line: Line) -> str:
         name += f", {line['geometry'].partition('-')[2].upper()} weights"
     if line.get("fp8_products"):
         name += " and activations" if line["geometry"].endswith("-fp8") else ", FP8 layers with FP8 activations"
-    whole = line["layers"] == line["layers_total"]
-    return name if whole else f"{name} ({line['layers']} of {line['layers_total']} layers)"
+    if line.get("fp8_experts"):
+        name += ", experts in FP8"
+    if line.get("ranks", 1) > 1 and line["benchmark"] != "e2e_tensor_parallel":
+        name += f", {line['ranks']} GPUs"
+    if line["layers"] == line["layers_total"]:
+        return name
+    tokens = f", {cut_vocabulary(line):,} tokens" if cut_vocabulary(line) else ""
+    return f"{name} ({line['layers']} of {line['layers_total']} layers{tokens})"
 
 
 def ratio(a: float, b: float) -> str:
@@ -82,6 +99,7 @@ def best_of(lines: list[Line]) -> str:
 def condition(line: Line) -> dict:
     """What a decode line shares with the plain one of its run."""
     names = ("benchmark", "geometry", "batch", "window", "layers", "context", "commit", "fp8_products")
+    names += ("fp8_experts", "vocabulary")
     return {name: line.get(name) for name in names}
 
 

@@ -9,11 +9,11 @@ from report_steps import step_share
 def speculation_table(lines: list[Line]) -> str:
     found = [line for line in select(lines, benchmark="e2e_spec_decode_throughput") if line["fill"] != "natural"]
     rows = []
-    for line in sorted(found, key=lambda line: (line["geometry"], line["batch"])):
+    for line in sorted(found, key=lambda line: (line["geometry"], model_of(line), line["batch"])):
         over, snapshots = line.get("speedup_over_snapshots"), None
         if line["variant"].startswith("replay-speculation"):
-            same = ("geometry", "layers", "batch")
-            snapshots = select(found, variant="snapshots", **{name: line[name] for name in same})
+            same = ("geometry", "layers", "batch", "fp8_experts", "vocabulary", "ranks")
+            snapshots = select(found, variant="snapshots", **{name: line.get(name) for name in same})
         rows.append(
             [
                 f"{model_of(line)}, batch {line['batch']}, {line['variant']}",

@@ -13,8 +13,8 @@ are those of the checkpoint, but for rows and columns of zeros that fill the las
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,10 @@ from replayssm.plugins.geometry import FORMATS, KernelConfig, architecture
 
 Tensor = torch.Tensor
 
-WEIGHT_FORMATS = {"dense": 0, "fp8": 1, "nvfp4": 2}
-"""WEIGHTS_* of kernels/weight_only.cuh."""
+Bits = Iterable[tuple[int, int]]
+
+WEIGHT_FORMATS = {"dense": 0, "fp8": 1, "nvfp4": 2, "nvfp4_fp8": 2}
+"""WEIGHTS_* of kernels/weight_only.cuh; the last for products in FP8 (`fp8_experts`)."""
 WEIGHT_BITS = {"dense": 16, "fp8": 8, "nvfp4": 4}
 MODES = {"dense": 0, "gather": 1, "scatter": 2}
 ACTIVATIONS = {None: 0, "squared_relu": 1, "swiglu": 2}
@@ -36,7 +38,8 @@ MAGNITUDE_BITS = (6, 22, 3, 19, 0, 16, 9, 25)
 """Where code 0 to 7 of a word has its sign and the lowest bit of its magnitude: see decode_nvfp4."""
 
 TILE_ROWS = 32
-TILE_COLUMNS = {"dense": 32, "fp8": 64, "nvfp4": 128}
+TILE_COLUMNS = {"dense": 32, "fp8": 64, "nvfp4": 128, "nvfp4_fp8": 128}
+TILE_BYTES = {"dense": 2048, "fp8": 2048, "nvfp4": 2304, "nvfp4_fp8": 2304}
 CHUNK_BYTES = 16
 COLUMN_MULTIPLE = 64
 """Input features come in these: whole chunks of a row of activations, and of block scales."""
@@ -45,6 +48,7 @@ ASSUMED_ARCH = 90
 """Compute capability that launches are planned for without a GPU."""
 BLOCKS_WANTED = 2 * 132
 """Blocks below which a dense product splits its columns; twice the multiprocessors of an H200."""
+REGISTERS_PER_SM = 1 << 16
 MOST_TILE_TOKENS = 64
 """Of a dense product."""
 ROUTED_PAIRS = 1 << 12
@@ -64,6 +68,7 @@ class Weight:
     """One projection [out_features, in_features], dense or stacked by expert, as the kernels read it.
 
     tiles: uint8 [..., row tiles, column tiles, bytes] of `pack`. scale: fp32 [...], one per matrix; None for 16 bits.
+    unit: of the activations that products in FP8 read (`fp8_experts`).
     """
 
     format: str
@@ -71,6 +76,7 @@ class Weight:
     scale: Tensor | None
     out_features: int
     in_features: int
+    unit: Tensor | None = None
 
 
 def pack(format: str, weight: Tensor, block_scale: Tensor | None = None) -> Tensor:
@@ -89,7 +95,7 @@ def pack(format: str, weight: Tensor, block_scale: Tensor | None = None) -> Tens
         if format == "nvfp4":
             tiles = pack_words(tiles)
         if scales is not None:
-            tiles = torch.cat([tiles, _tile_scales(scales[part])], -1)
+            tiles = torch.cat([tiles, tile_scales(scales[part])], -1)
         if out is None:
             out = torch.empty(len(stacked), *tiles.shape[1:], dtype=torch.uint8, device=codes.device)
         out[part] = tiles
@@ -101,24 +107,32 @@ def _tile_codes(codes: Tensor, bits: int) -> Tensor:
 
     Of 16 columns, lane t has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, as m16n8k16 wants them.
     """
-    padded, pair = _padded(codes, TILE_ROWS, 4 * CHUNK_BYTES), bits // 4
-    experts, rows, columns = padded.shape
+    filled, pair = padded(codes, TILE_ROWS, 4 * CHUNK_BYTES), bits // 4
+    experts, rows, columns = filled.shape
     # row = 32 R + 8 part + g, byte = 64 K + 2 bits step + 8 pair half + pair t + b
-    split = padded.view(experts, rows // 32, 4, 8, columns // 64, 32 // bits, 2, 4, pair)
+    split = filled.view(experts, rows // 32, 4, 8, columns // 64, 32 // bits, 2, 4, pair)
     # stored by (R, K, part, lane 4 g + t, step, half, b)
     return split.permute(0, 1, 4, 2, 3, 7, 5, 6, 8).reshape(experts, rows // 32, columns // 64, -1)
 
 
-def _tile_scales(scales: Tensor) -> Tensor:
+def tile_scales(scales: Tensor) -> Tensor:
     """[E, row tiles, column tiles, 256] of bytes [E, rows, n]: two of each row for each of four lanes."""
-    padded = _padded(scales, TILE_ROWS, 8)
-    experts, rows, columns = padded.shape
+    filled = padded(scales, TILE_ROWS, 8)
+    experts, rows, columns = filled.shape
     # row = 32 R + 16 m + 8 half + g, byte = 8 K + 2 t + b; stored by (R, K, m, lane 4 g + t, half, b)
-    split = padded.view(experts, rows // 32, 2, 2, 8, columns // 8, 4, 2)
+    split = filled.view(experts, rows // 32, 2, 2, 8, columns // 8, 4, 2)
     return split.permute(0, 1, 5, 2, 4, 6, 3, 7).reshape(experts, rows // 32, columns // 8, -1)
 
 
-def _padded(values: Tensor, rows: int, columns: int) -> Tensor:
+def untiled_scales(tiles: Tensor) -> Tensor:
+    """The bytes [E, rows, n] of `tile_scales` in tiles [E, row tiles, column tiles, bytes]."""
+    experts, row_tiles, column_tiles, _ = tiles.shape
+    scales = tiles[..., 2048:].reshape(experts, row_tiles, column_tiles, 2, 8, 4, 2, 2)
+    return scales.permute(0, 1, 3, 6, 4, 2, 5, 7).reshape(experts, row_tiles * 32, -1)
+
+
+def padded(values: Tensor, rows: int, columns: int) -> Tensor:
+    """values [E, m, n] with zeros behind, so that m and n are multiples of `rows` and `columns`."""
     missing = (-values.shape[2] % columns, -values.shape[1] % rows)
     return F.pad(values, (0, missing[0], 0, missing[1])) if any(missing) else values
 
@@ -134,9 +148,7 @@ def unpack(weight: Weight) -> list[Tensor]:
     codes = codes.permute(0, 1, 3, 4, 2, 6, 7, 5, 8).reshape(experts, row_tiles * 32, -1)
     found = [codes[:, : weight.out_features, : weight.in_features * bits // 8].contiguous()]
     if weight.format == "nvfp4":
-        scales = tiles[..., 2048:].reshape(experts, row_tiles, column_tiles, 2, 8, 4, 2, 2)
-        scales = scales.permute(0, 1, 3, 6, 4, 2, 5, 7)
-        scales = scales.reshape(experts, row_tiles * 32, -1)[:, : weight.out_features, : weight.in_features // 16]
+        scales = untiled_scales(tiles)[:, : weight.out_features, : weight.in_features // 16]
         found.append(scales.contiguous().view(torch.float8_e4m3fn))
     elif weight.format == "fp8":
         found[0] = found[0].view(torch.float8_e4m3fn)
@@ -145,19 +157,21 @@ def unpack(weight: Weight) -> list[Tensor]:
 
 def pack_words(codes: Tensor) -> Tensor:
     """NVFP4 codes uint8 [..., n] of a checkpoint, two to a byte, in the kernels' order; n in fours."""
-    return _permuted(codes, _checkpoint_bits(), zip(SIGN_BITS, MAGNITUDE_BITS, strict=True))
+    return permuted_bits(codes, checkpoint_bits(), zip(SIGN_BITS, MAGNITUDE_BITS, strict=True))
 
 
 def unpack_words(codes: Tensor) -> Tensor:
     """Inverse of `pack_words`."""
-    return _permuted(codes, zip(SIGN_BITS, MAGNITUDE_BITS, strict=True), _checkpoint_bits())
+    return permuted_bits(codes, zip(SIGN_BITS, MAGNITUDE_BITS, strict=True), checkpoint_bits())
 
 
-def _checkpoint_bits() -> list[tuple[int, int]]:
+def checkpoint_bits() -> list[tuple[int, int]]:
     return [(4 * index + 3, 4 * index) for index in range(8)]
 
 
-def _permuted(codes: Tensor, sources, targets) -> Tensor:
+def permuted_bits(codes: Tensor, sources: Bits, targets: Bits) -> Tensor:
+    """The eight 4-bit codes of each four bytes of uint8 [..., n] elsewhere in them: by code, where its sign is and the
+    lowest bit of its magnitude."""
     moves: dict[int, int] = {}  # by distance: the bits that arrive
     for (sign, magnitude), (new_sign, new_magnitude) in zip(sources, targets, strict=True):
         for distance, bits in ((new_sign - sign, 1 << new_sign), (new_magnitude - magnitude, 7 << new_magnitude)):
@@ -197,19 +211,24 @@ def plan_gemm(
     top_k: int = 1,
     splits: int = 1,
     form: Form | None = None,
+    out_unit: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Launch:
     """out = activation(x W^T), see kernels/weight_only_gemm.cu.
 
     mode: "dense", or tokens by expert with `order` and `tiles` of `plan_route`: "gather" reads x [T, in] for out
     [pairs, out] in sorted order, "scatter" reads x [pairs, in] in sorted order for out in the pairs' own. out: in x's
     dtype, or fp32 [splits, T, out], the unrounded parts of sums over a `splits`th of the columns each.
+
+    Weights of `fp8_experts` take x in e4m3, in units of theirs, and give out in 16 bits, or in e4m3 in units of
+    `out_unit`. dtype: what a result is rounded to first, where that is not out's.
     """
-    config = _gemm_config(weight, x, out, activation, mode, tile_tokens, form)
+    config = _gemm_config(weight, x, out, activation, mode, tile_tokens, form, dtype)
     features = config.threads // (2 if gate is not None else 1)
     token_tiles = -(-x.shape[0] // tile_tokens) if tiles is None else tiles.shape[0]
     gates = [None, None] if gate is None else [gate.tiles, gate.scale]
     sizes = [x.shape[0], x.stride(0), weight.in_features, weight.out_features, top_k]
-    arguments = [x, weight.tiles, weight.scale, *gates, tiles, order, *sizes, out]
+    arguments = [x, weight.tiles, weight.scale, *gates, tiles, order, *sizes, weight.unit, out_unit, out]
     return Launch(config, arguments, -(-weight.out_features // features), token_tiles, splits)
 
 
@@ -228,6 +247,8 @@ class Form:
 
 def gemm_form(format: str, tile_tokens: int, arch: int) -> Form:
     """The fastest on an H200 for the experts of Super-120B and Qwen3.5-122B (docs/results.md)."""
+    if format == "nvfp4_fp8":
+        return Form(True, 8, 2 if tile_tokens <= 64 else 1, 4)
     if tile_tokens <= 16:
         return Form(False, 4, 5, 3)
     if arch // 10 != 9 or format == "dense":
@@ -245,16 +266,25 @@ def _gemm_config(
     mode: str,
     tile_tokens: int,
     form: Form | None,
+    dtype: torch.dtype | None,
 ) -> KernelConfig:
     arch = launch.device_arch(x.device) if x.is_cuda else ASSUMED_ARCH
     form = form or gemm_form(weight.format, tile_tokens, arch)
-    results = tile_tokens * ((16 if activation == "swiglu" else 32) * form.warps + 8) * 2
-    stage = tile_tokens * TILE_COLUMNS[weight.format] * 2 + form.warps * (2304 if weight.format == "nvfp4" else 2048)
-    shared = max(form.stages * stage, results) + 4 * tile_tokens
-    fitting = max(1, architecture(arch).shared_per_sm // (shared + 1024))
+    in_fp8, to_fp8 = weight.format == "nvfp4_fp8", out.dtype == torch.float8_e4m3fn
+    group = 8 if to_fp8 and activation == "swiglu" else 4  # warps that store 8 tokens' features together
+    features = (16 if activation == "swiglu" else 32) * group
+    results = form.warps // group * 8 * (features * out.element_size() + 16)
+    stage = tile_tokens * TILE_COLUMNS[weight.format] * x.element_size() + form.warps * TILE_BYTES[weight.format]
+    shared = form.stages * stage + results + 4 * tile_tokens
+    # A thread holds a sum for every token, and some 56 registers beside them.
+    fitting = min(
+        architecture(arch).shared_per_sm // (shared + 1024),
+        REGISTERS_PER_SM // (32 * form.warps * (tile_tokens + 56)),
+    )
+    fitting = max(1, fitting)
     defines = {
         "ACTIVATION": ACTIVATIONS[activation],
-        "ACTIVATION_FORMAT": FORMATS[str(x.dtype).removeprefix("torch.")],
+        "ACTIVATION_FORMAT": FORMATS[str(dtype or (out if in_fp8 else x).dtype).removeprefix("torch.")],
         "BULK_COPY": 0,
         "MIN_CTAS": min(fitting, form.blocks),
         "MODE": MODES[mode],
@@ -266,6 +296,8 @@ def _gemm_config(
         "USE_WGMMA": int(form.wgmma),
         "WEIGHT_FORMAT": WEIGHT_FORMATS[weight.format],
     }
+    if in_fp8:
+        defines |= {"FP8_OPERANDS": 1, "OUTPUT_FP8": int(to_fp8)}
     return KernelConfig("weight_only_gemm", tuple(sorted(defines.items())), 1, 32 * form.warps, shared)
 
 
@@ -299,26 +331,28 @@ def plan_combine(results: Tensor, weights: Tensor, out: Tensor) -> Launch:
     """out [T, n] = sum over k of weights fp32 [T, k] times results [T * k, n]."""
     columns = out.shape[1]
     threads = min(256, -(-columns // (32 * CHUNK)) * 32)
-    config = _plain_config("combine_experts", out.dtype, threads)
+    config = plain_config("combine_experts", out.dtype, threads)
     arguments = [results, weights, weights.shape[1], columns, out]
     return Launch(config, arguments, out.shape[0], -(-columns // (CHUNK * threads)))
 
 
 def plan_dequantize(weight: Weight, out: Tensor) -> Launch:
     """out [out, in] in its 16-bit dtype = the matrix `weight`."""
-    config = _plain_config("dequantize_weights", out.dtype, 256, WEIGHT_FORMAT=WEIGHT_FORMATS[weight.format])
+    threads = 256
+    config = plain_config("dequantize_weights", out.dtype, threads, WEIGHT_FORMAT=WEIGHT_FORMATS[weight.format])
+    config = replace(config, shared_bytes=threads // 32 * 8 * (2 * TILE_COLUMNS[weight.format] + 16))
     row_tiles, column_tiles, _ = weight.tiles.shape
     arguments = [weight.tiles, weight.scale, column_tiles, weight.out_features, weight.in_features, out]
-    return Launch(config, arguments, -(-row_tiles * column_tiles * 128 // 256))
+    return Launch(config, arguments, -(-row_tiles * column_tiles * 128 // threads))
 
 
 def plan_sum_splits(parts: Tensor, out: Tensor) -> Launch:
     """out [T, n] = the rounded sum of parts fp32 [splits, T, n]."""
-    config = _plain_config("sum_splits", out.dtype, 256)
+    config = plain_config("sum_splits", out.dtype, 256)
     return Launch(config, [parts, parts.shape[0], out.numel(), out], -(-out.numel() // (4 * 256)))
 
 
-def _plain_config(kernel: str, dtype: torch.dtype, threads: int, **defines: int) -> KernelConfig:
+def plain_config(kernel: str, dtype: torch.dtype, threads: int, **defines: int) -> KernelConfig:
     defines |= {"ACTIVATION_FORMAT": FORMATS[str(dtype).removeprefix("torch.")], "BULK_COPY": 0, "THREADS": threads}
     return KernelConfig(kernel, tuple(sorted(defines.items())), 1, threads, 0)
 
@@ -377,27 +411,36 @@ def dense_splits(blocks: int, weight: Weight) -> int:
     return -(-steps // -(-steps // splits))  # as many as have work
 
 
-def moe(x: Tensor, ids: Tensor, weights: Tensor, projections: Sequence[Weight], activation: str) -> Tensor:
+def moe(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    projections: Sequence[Weight],
+    activation: str,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """`functional_ops.moe` for stacked `projections`: up and down, or gate, up and down for "swiglu".
 
     ids int64 [T, k]; weights fp32 [T, k]. Everything is decided on the device, so the call can be captured. A token's
-    result does not depend on the tokens beside it: its sums run in one order.
+    result does not depend on the tokens beside it: its sums run in one order. dtype: of the result, where that is not
+    x's, which is in e4m3 then (`fp8_experts.moe`).
     """
     *inner, down = projections
+    dtype = dtype or x.dtype
     (tokens, top_k), experts = ids.shape, down.tiles.shape[0]
-    out = torch.empty(tokens, down.out_features, dtype=x.dtype, device=x.device)
+    out = torch.empty(tokens, down.out_features, dtype=dtype, device=x.device)
     if tokens == 0:
         return out
     pairs, tile_tokens = tokens * top_k, expert_tile_tokens(tokens * top_k, experts)
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)
     tiles = torch.empty(most_tiles(pairs, experts, tile_tokens), 3, dtype=torch.int32, device=x.device)
     hidden = torch.empty(pairs, down.in_features, dtype=x.dtype, device=x.device)
-    results = torch.empty(pairs, down.out_features, dtype=x.dtype, device=x.device)
-    common = {"order": order, "tiles": tiles, "tile_tokens": tile_tokens, "top_k": top_k}
+    results = torch.empty(pairs, down.out_features, dtype=dtype, device=x.device)
+    common = {"order": order, "tiles": tiles, "tile_tokens": tile_tokens, "top_k": top_k, "dtype": dtype}
     gate = inner[0] if activation == "swiglu" else None
     for plan in (
         *plan_route(ids.contiguous(), experts, tile_tokens, order, tiles),
-        plan_gemm(x, inner[-1], hidden, gate=gate, activation=activation, mode="gather", **common),
+        plan_gemm(x, inner[-1], hidden, gate=gate, activation=activation, mode="gather", out_unit=down.unit, **common),
         plan_gemm(hidden, down, results, mode="scatter", **common),
         plan_combine(results, weights.contiguous(), out),
     ):

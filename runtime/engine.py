@@ -29,6 +29,7 @@ class Engine:
         them has only the weights that operators between plans read.
     emulate_activation_quantization: executors round activations as the checkpoint's recipe says; for comparisons.
     fp8_products: executors multiply FP8 weights with activations in FP8 where the checkpoint's recipe rounds them so.
+    fp8_experts: executors multiply NVFP4 experts in FP8 where the recipe rounds what they read (`plugins.fp8_experts`).
     operators: of its networks, by name, beside those that every executor knows (`runtime.parallel`).
     built_max_seq_len: what the directory's engine allows, where its user asked for shorter sequences; None: the same.
     """
@@ -40,6 +41,7 @@ class Engine:
     resident_weights: dict[torch.device, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
     emulate_activation_quantization: bool = False
     fp8_products: bool = False
+    fp8_experts: bool = False
     operators: Mapping[str, Callable[..., Any]] = field(default_factory=dict, repr=False)
     built_max_seq_len: int | None = None
 

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from replayssm.plugins import torch_ops
+from replayssm.plugins.fp8_experts import ARCHITECTURES as FP8_ARCHITECTURES
+from replayssm.plugins.launch import device_arch
 from replayssm.plugins.network import Network, Node
 from replayssm.plugins.state import LayerState, torch_dtype
 from replayssm.runtime import fusion
@@ -59,6 +61,8 @@ class Executor:
         hardware with such products does. Off, activations keep their precision.
     fp8_products: in a fused network, round inputs of FP8 linear operators so and multiply in FP8, which is faster from
         some 256 tokens on and needs a GPU of compute capability 8.9 or later.
+    fp8_experts: in a fused network, multiply NVFP4 experts in FP8 where the recipe rounds what they read to NVFP4
+        (`plugins.fp8_experts`); on GPUs without those kernels, and on the CPU, with activations of 16 bits.
     operators: further stateless operators of the network, by name.
 
     A call does not wait for the device, so that CUDA graphs can capture it, with prefill rows (`captures_prompts`) and
@@ -80,6 +84,7 @@ class Executor:
         fuse: bool | None = None,
         emulate_activation_quantization: bool = False,
         fp8_products: bool = False,
+        fp8_experts: bool = False,
         operators: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         self.network = network
@@ -96,7 +101,8 @@ class Executor:
         fuse = self.device.type == "cuda" if fuse is None else fuse
         self._operators = {**(FUSED_OPERATORS if fuse else OPERATORS), **(operators or {})}
         if fuse:
-            nodes = fusion.fuse(network, nodes, not self._emulate, fp8_products, self._load)
+            fp8_experts = fp8_experts and self.device.type == "cuda" and device_arch(self.device) in FP8_ARCHITECTURES
+            nodes = fusion.fuse(network, nodes, not self._emulate, fp8_products, self._load, fp8_experts)
         self._steps = self._compile(nodes)
         self._outputs = {public: self._register_of[name] for public, name in network.outputs.items()}
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from replayssm.plugins import elementwise, nvfp4, routing, weight_only
+from replayssm.plugins import elementwise, fp8_experts, nvfp4, routing, weight_only
 from replayssm.runtime import functional_ops as ops
 from replayssm.runtime.divided_product import divided_product, multiprocessors, product_parts
 
@@ -63,19 +63,20 @@ def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, input_scale: Tensor, *,
 
 
 def _held(tensors: Sequence[Tensor], projections: Sequence[dict[str, Any]]) -> list[weight_only.Weight]:
-    """Projections in tiles as the kernels read them; `tensors` holds tiles, scale and input scale of each."""
+    """Projections in tiles as the kernels read them; `tensors` holds tiles, scale and input scale or unit of each."""
     found, at = [], 0
     for projection in projections:
         scaled = projection["format"] != "dense"
         scale = tensors[at + 1] if scaled else None
-        found.append(weight_only.Weight(projection["format"], tensors[at], scale, *projection["tiles"]))
+        unit = tensors[at + 2] if projection["format"] == fp8_experts.FORMAT else None
+        found.append(weight_only.Weight(projection["format"], tensors[at], scale, *projection["tiles"], unit))
         at += 1 + scaled + (projection["activations"] is not None)
     return found
 
 
 def _checkpoint_tensors(held: weight_only.Weight, input_scale: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
     """What `functional_ops` reads: codes, block scales, scale, input scale, as far as there are; dtype: of 16 bits."""
-    found = weight_only.unpack(held)
+    found = (fp8_experts if held.format == fp8_experts.FORMAT else weight_only).unpack(held)
     if held.format == "dense":
         found = [tensor.view(dtype) for tensor in found]
     return found + [scale for scale in (held.scale, input_scale) if scale is not None]
@@ -111,18 +112,21 @@ def moe(
     if x.is_cuda and tiled and weights.dtype == torch.float32:
         held, rows = _held(tensors, projections), x if elementwise.supports(x) else x.contiguous()
         if weight_only.takes(rows) and len({weight.format for weight in held}) == 1:
-            return weight_only.moe(rows, ids, weights, held, activation)
-    plain, at = [], 0
+            module = fp8_experts if held[0].format == fp8_experts.FORMAT else weight_only
+            return module.moe(rows, ids, weights, held, activation)
+    plain, plain_projections, at = [], [], 0
     for projection in projections:
         scaled, rounded = projection["format"] != "dense", projection["activations"] is not None
         count = 1 + (scaled + rounded if "tiles" in projection else ops.scale_count(**projection))
         own, at = tensors[at : at + count], at + count
         if "tiles" in projection:
             (held,) = _held(own, [projection])
+            rounded = rounded and held.unit is None
             own = _checkpoint_tensors(held, own[-1] if rounded else None, x.dtype)
         plain += own
-    projections = [{"format": p["format"], "activations": p["activations"]} for p in projections]
-    return ops.moe(x, ids, weights, *plain, activation=activation, projections=projections, emulate=emulate)
+        format = "nvfp4" if projection["format"] == fp8_experts.FORMAT else projection["format"]
+        plain_projections.append({"format": format, "activations": projection["activations"] if rounded else None})
+    return ops.moe(x, ids, weights, *plain, activation=activation, projections=plain_projections, emulate=emulate)
 
 
 def rms_norm(

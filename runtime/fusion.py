@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from replayssm.plugins import fp8_experts as fp8
 from replayssm.plugins import weight_only
 from replayssm.plugins.network import Network, Node
 from replayssm.runtime import functional_ops as ops
@@ -35,6 +36,12 @@ NARROW = "@fp8"
 TILES = "@tiles"
 """Behind the name of a weight, in that of the same as `weight_only.pack` arranges it, NVFP4 block scales included."""
 
+FP8_TILES = "@fp8_tiles"
+"""The same for `fp8_experts.pack`."""
+
+FP8_UNIT, FP8_UNITS = "@fp8_unit", "@fp8_units"
+"""Behind the name of experts' input scales, in those of `fp8_experts.units`, shared or not."""
+
 
 def fuse(
     network: Network,
@@ -42,6 +49,7 @@ def fuse(
     pack: bool = True,
     fp8_products: bool = False,
     load: Callable[[str], Tensor] | None = None,
+    fp8_experts: bool = False,
 ) -> list[Node]:
     """`nodes` of `network` with the same results. Names of joined weights are their parts' names with JOIN between.
 
@@ -49,11 +57,14 @@ def fuse(
         activations: named with TILES behind, and with their features in the attribute `tiles`.
     fp8_products: multiply FP8 weights with activations in FP8 where the checkpoint's recipe rounds them so.
     load: gives a weight by name; with it, FP8 projections of one input whose scales are equal are joined too.
+    fp8_experts: multiply experts in FP8 (`plugins.fp8_experts`) where the recipe rounds what they read to NVFP4.
     """
     if fp8_products:
         nodes = [_fp8_product(node) for node in nodes]
     nodes = _split_routers(network, _join_linears(network, list(nodes), load))
     if pack:
+        if fp8_experts:
+            nodes = [_fp8_experts(network, node) if node.op == "moe" else node for node in nodes]
         nodes = [_tile_weights(network, node) if node.op in ("linear", "moe") else node for node in nodes]
     for first, second, rule in _RULES:
         nodes = _fuse_pairs(network, nodes, first, second, rule)
@@ -72,6 +83,12 @@ def derived(name: str, load: Callable[[str], Tensor]) -> Tensor | None:
         weight = load(source)
         format = {torch.uint8: "nvfp4", torch.float8_e4m3fn: "fp8"}.get(weight.dtype, "dense")
         return weight_only.pack(format, weight, load(source + BLOCK_SCALE) if format == "nvfp4" else None)
+    if name.endswith(FP8_TILES):
+        source = name.removesuffix(FP8_TILES)
+        return fp8.pack(load(source), load(source + BLOCK_SCALE))
+    if name.endswith((FP8_UNIT, FP8_UNITS)):
+        source, _, kind = name.rpartition("@")
+        return fp8.units(load(source), "@" + kind == FP8_UNIT)
     if name.endswith(PARTS):
         weight = load(name.removesuffix(PARTS))
         high = weight.bfloat16()
@@ -112,9 +129,28 @@ def _split_routers(network: Network, nodes: list[Node]) -> list[Node]:
     return [changed.get(id(node), node) for node in nodes]
 
 
+def _fp8_experts(network: Network, node: Node) -> Node:
+    """Experts whose projections all are NVFP4 with such inputs and shapes; others as they are."""
+    first, projections = ops.WEIGHT_OPERATORS["moe"], node.attributes["projections"]
+    recipe = {(projection["format"], projection["activations"]) for projection in projections}
+    if network.spec(node.inputs[0]).dtype not in ("bfloat16", "float16") or recipe != {("nvfp4", "nvfp4")}:
+        return node
+    inputs, changed = list(node.inputs[:first]), []
+    for at in range(first, len(node.inputs), 4):
+        weight, block_scale, scale, input_scale = node.inputs[at : at + 4]
+        features = _tiled_features(network, "moe", "nvfp4", [weight, block_scale], "")
+        if features is None or not fp8.takes_weight(*features):
+            return node
+        is_last = at + 4 == len(node.inputs)
+        inputs += [weight + FP8_TILES, scale, input_scale + (FP8_UNITS if is_last else FP8_UNIT)]
+        changed.append({"format": fp8.FORMAT, "activations": "nvfp4", "tiles": features})
+    return replace(node, inputs=tuple(inputs), attributes={**node.attributes, "projections": changed})
+
+
 def _tile_weights(network: Network, node: Node) -> Node:
     dtype = network.spec(node.inputs[0]).dtype
-    if dtype not in ("bfloat16", "float16"):
+    done = any("tiles" in projection for projection in node.attributes.get("projections", ()))
+    if dtype not in ("bfloat16", "float16") or done:
         return node
     at = ops.WEIGHT_OPERATORS[node.op]
     inputs, projections = list(node.inputs[:at]), []

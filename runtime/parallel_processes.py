@@ -197,12 +197,17 @@ class Peers:
                 process.join(GRACE_S)
         self._watcher.join(GRACE_S)
         if dist.is_initialized():
-            leaving = threading.Thread(
-                target=dist.destroy_process_group if self.failure is None else _abort, daemon=True
-            )
-            leaving.start()
-            leaving.join(GRACE_S)
+            self._leave()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _leave(self) -> None:
+        """Leave the group, in order where that ends: a thread left in it would abort the interpreter's end."""
+        for leave in (dist.destroy_process_group, _abort) if self.failure is None else (_abort,):
+            leaving = threading.Thread(target=leave, daemon=True)
+            leaving.start()
+            leaving.join(GRACE_S / 2)
+            if not leaving.is_alive():
+                return
 
     def _raise_failure(self) -> None:
         if self.failure is not None:

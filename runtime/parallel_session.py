@@ -76,7 +76,8 @@ class ParallelSession(Session):
     ) -> None:
         if engine.rank != 0:
             raise ValueError(f"rank 0 leads the others, got rank {engine.rank}")
-        products = {name: getattr(engine, name) for name in ("emulate_activation_quantization", "fp8_products")}
+        names = ("emulate_activation_quantization", "fp8_products", "fp8_experts")
+        products = {name: getattr(engine, name) for name in names}
         plan = _Plan(engine.directory, engine.manifest, products, slots, prefill_chunk, graphs)
         self._inside, self._last = False, ""
         self._numbers = itertools.count()

@@ -303,6 +303,7 @@ def executor_maker(engine: Engine, device: torch.device) -> MakeExecutor:
         unpacked=engine.resident(device),
         emulate_activation_quantization=emulate,
         fp8_products=engine.fp8_products,
+        fp8_experts=engine.fp8_experts,
         operators=engine.operators,
     )
 

@@ -85,6 +85,12 @@ DEVICE u32 convert_e4m3(float value) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(0.f), "f"(value));
     return result;
 }
+// Two nearest e4m3 numbers, saturating.
+DEVICE u16 convert_e4m3_pair(float low, float high) {
+    u16 result;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(high), "f"(low));
+    return result;
+}
 #endif
 // Clamped to [0, 1], within the addition or multiplication that computes the value; NaN becomes 0.
 DEVICE float saturate(float value) { return __saturatef(value); }
@@ -92,6 +98,16 @@ DEVICE float saturate(float value) { return __saturatef(value); }
 DEVICE float larger_magnitude(float a, float b) {
     float result;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return result;
+}
+// The numbers of a pair of bf16 or fp16 that are positive, 0 in place of others; NaN stays.
+template <int FORMAT>
+DEVICE u32 relu_pairs(u32 pair) {
+    u32 result;
+    if constexpr (FORMAT == FORMAT_BF16)
+        asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(0u));
+    else
+        asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(0u));
     return result;
 }
 // Products of two pairs of bf16 or fp16 numbers, each rounded once; subnormal numbers count.
@@ -343,8 +359,9 @@ DEVICE void mma_bf16_half(float (&d)[4], u32 a0, u32 a1, u32 b0) {
 }
 
 #if USE_WGMMA
-// Products of 64 x 16 by 16 x N 16-bit operands by a group of four warps, which the tensor cores work on by themselves:
-// `wgmma_wait` says when registers and shared memory may change. Lanes hold d and a of their warp's 16 rows as for m16n8k16.
+// Products of 64 x 16 by 16 x N 16-bit operands, or of 64 x 32 by 32 x N in e4m3, by a group of four warps, which the tensor
+// cores work on by themselves: `wgmma_wait` says when registers and shared memory may change. Lanes hold d and a of their
+// warp's 16 rows as for m16n8k16, in e4m3 four numbers for every two.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // For all but the last COUNT committed groups.
@@ -370,36 +387,37 @@ DEVICE void fence_shared_for_wgmma() { asm volatile("fence.proxy.async.shared::c
 #define WGMMA_OUT_12 WGMMA_OUT_10 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define WGMMA_OUT_14 WGMMA_OUT_12 ",%48,%49,%50,%51,%52,%53,%54,%55"
 #define WGMMA_OUT_16 WGMMA_OUT_14 ",%56,%57,%58,%59,%60,%61,%62,%63"
-#define WGMMA_AS(SHAPE, TYPE, OUT, IN, ...)                                                                               \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " {" \
-                 OUT "}, " IN ", p, 1, 1, 0;\n}"                                                                          \
-                 : __VA_ARGS__                                                                                            \
+#define WGMMA_AS(WIDTH, KIND, END, OUT, IN, ...)                                                                    \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" WIDTH KIND " {" OUT "}, " \
+                 IN ", p, 1, 1" END ";\n}"                                                                          \
+                 : __VA_ARGS__                                                                                      \
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b))
-#define WGMMA(SHAPE, OUT, IN, ...)                                                       \
-    do {                                                                                 \
-        if constexpr (FORMAT == FORMAT_BF16) WGMMA_AS(SHAPE, "bf16", OUT, IN, __VA_ARGS__); \
-        else WGMMA_AS(SHAPE, "f16", OUT, IN, __VA_ARGS__);                               \
+#define WGMMA(WIDTH, OUT, IN, ...)                                                                                     \
+    do {                                                                                                               \
+        if constexpr (FORMAT == FORMAT_BF16) WGMMA_AS(WIDTH, "k16.f32.bf16.bf16", ", 0", OUT, IN, __VA_ARGS__);        \
+        else if constexpr (FORMAT == FORMAT_FP16) WGMMA_AS(WIDTH, "k16.f32.f16.f16", ", 0", OUT, IN, __VA_ARGS__);     \
+        else WGMMA_AS(WIDTH, "k32.f32.e4m3.e4m3", "", OUT, IN, __VA_ARGS__);                                           \
     } while (0)
 
-// d += a b for b [8 PARTS, 64] at `panel`, whose rows of 128 bytes have chunk c at c ^ row % 8; `step` is the sixteenth of
-// columns.
+// d += a b for b [8 PARTS, 128 bytes] at `panel`, whose rows have chunk c at c ^ row % 8; `step` is the 32 bytes of a row.
+// FORMAT: of a and b, e4m3 if it is none of 16 bits.
 template <int FORMAT, int PARTS>
 DEVICE void wgmma(float (&d)[PARTS][4], u32 a0, u32 a1, u32 a2, u32 a3, const unsigned char* panel, int step) {
     // Address, of which shared memory has less than 18 bits; distance of groups of 8 rows, 1024 bytes; swizzle of 128 bytes.
     const u64 b = (u64)((shared_address(panel) >> 4) + 2 * step + (1u << 16)) | 64ull << 32 | 1ull << 62;
-    if constexpr (PARTS == 1) WGMMA("m64n8k16", WGMMA_OUT_1, "{%4,%5,%6,%7}, %8", WGMMA_PART(0));
-    if constexpr (PARTS == 2) WGMMA("m64n16k16", WGMMA_OUT_2, "{%8,%9,%10,%11}, %12", WGMMA_PARTS_2(0));
-    if constexpr (PARTS == 3) WGMMA("m64n24k16", WGMMA_OUT_3, "{%12,%13,%14,%15}, %16", WGMMA_PARTS_2(0), WGMMA_PART(2));
-    if constexpr (PARTS == 4) WGMMA("m64n32k16", WGMMA_OUT_4, "{%16,%17,%18,%19}, %20", WGMMA_PARTS_4(0));
-    if constexpr (PARTS == 6) WGMMA("m64n48k16", WGMMA_OUT_6, "{%24,%25,%26,%27}, %28", WGMMA_PARTS_4(0), WGMMA_PARTS_2(4));
-    if constexpr (PARTS == 8) WGMMA("m64n64k16", WGMMA_OUT_8, "{%32,%33,%34,%35}, %36", WGMMA_PARTS_8(0));
-    if constexpr (PARTS == 10) WGMMA("m64n80k16", WGMMA_OUT_10, "{%40,%41,%42,%43}, %44",
+    if constexpr (PARTS == 1) WGMMA("8", WGMMA_OUT_1, "{%4,%5,%6,%7}, %8", WGMMA_PART(0));
+    if constexpr (PARTS == 2) WGMMA("16", WGMMA_OUT_2, "{%8,%9,%10,%11}, %12", WGMMA_PARTS_2(0));
+    if constexpr (PARTS == 3) WGMMA("24", WGMMA_OUT_3, "{%12,%13,%14,%15}, %16", WGMMA_PARTS_2(0), WGMMA_PART(2));
+    if constexpr (PARTS == 4) WGMMA("32", WGMMA_OUT_4, "{%16,%17,%18,%19}, %20", WGMMA_PARTS_4(0));
+    if constexpr (PARTS == 6) WGMMA("48", WGMMA_OUT_6, "{%24,%25,%26,%27}, %28", WGMMA_PARTS_4(0), WGMMA_PARTS_2(4));
+    if constexpr (PARTS == 8) WGMMA("64", WGMMA_OUT_8, "{%32,%33,%34,%35}, %36", WGMMA_PARTS_8(0));
+    if constexpr (PARTS == 10) WGMMA("80", WGMMA_OUT_10, "{%40,%41,%42,%43}, %44",
                                     WGMMA_PARTS_8(0), WGMMA_PARTS_2(8));
-    if constexpr (PARTS == 12) WGMMA("m64n96k16", WGMMA_OUT_12, "{%48,%49,%50,%51}, %52",
+    if constexpr (PARTS == 12) WGMMA("96", WGMMA_OUT_12, "{%48,%49,%50,%51}, %52",
                                     WGMMA_PARTS_8(0), WGMMA_PARTS_4(8));
-    if constexpr (PARTS == 14) WGMMA("m64n112k16", WGMMA_OUT_14, "{%56,%57,%58,%59}, %60",
+    if constexpr (PARTS == 14) WGMMA("112", WGMMA_OUT_14, "{%56,%57,%58,%59}, %60",
                                     WGMMA_PARTS_8(0), WGMMA_PARTS_4(8), WGMMA_PARTS_2(12));
-    if constexpr (PARTS == 16) WGMMA("m64n128k16", WGMMA_OUT_16, "{%64,%65,%66,%67}, %68",
+    if constexpr (PARTS == 16) WGMMA("128", WGMMA_OUT_16, "{%64,%65,%66,%67}, %68",
                                     WGMMA_PARTS_8(0), WGMMA_PARTS_8(8));
     static_assert(PARTS <= 4 || (PARTS <= 16 && PARTS % 2 == 0), "widths of the product");
 }
@@ -435,6 +453,12 @@ DEVICE void multiply_wide(u32& low, u32& high, u32 a, u32 b) {
 }
 // Bytes of the pair (a, b) that the selector's four nibbles name, 0 to 3 in a and 4 to 7 in b.
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+// The same for selectors without other bits, in a form that the compiler does not look into: it would mask one again.
+DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
+    u32 result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+    return result;
+}
 // The low or high half of a pair in both, in a form that a product of pairs takes as it is.
 DEVICE u32 both_halves(u32 pair, bool high) {
     u32 result;

@@ -1,10 +1,11 @@
 // Weights of 4, 8 and 16 bits as operands of a 16-bit matrix product: how they lie in memory and become pairs of activations
-// in registers. The build stamps in WEIGHT_FORMAT, ACTIVATION_FORMAT and
-// TILE_TOKENS.
+// in registers. The build stamps in WEIGHT_FORMAT, ACTIVATION_FORMAT, TILE_TOKENS and, for NVFP4 weights that are multiplied
+// in FP8, FP8_OPERANDS.
 //
 // A tile is what a warp multiplies at a time: 32 rows of TILE_K columns, 2048 bytes, and 256 bytes of NVFP4 scales behind
 // them. Bytes lie in the order in which the lanes load them (plugins/weight_only.py): 16 of each row for each of the four
 // lanes that share it, which are the lane's operands of all steps of a product, 16 columns each, one step after the other.
+// With FP8_OPERANDS a lane has 32 columns in a row instead (plugins/fp8_experts.py).
 #pragma once
 #include "elementwise.cuh"
 
@@ -12,14 +13,19 @@
 #define WEIGHTS_FP8 1
 #define WEIGHTS_NVFP4 2
 
+#ifndef FP8_OPERANDS
+#define FP8_OPERANDS 0
+#endif
+
 constexpr int WEIGHT_BITS = WEIGHT_FORMAT == WEIGHTS_NVFP4 ? 4 : WEIGHT_FORMAT == WEIGHTS_FP8 ? 8 : 16;
 constexpr bool HAS_BLOCK_SCALES = WEIGHT_FORMAT == WEIGHTS_NVFP4, IS_BF16 = ACTIVATION_FORMAT == FORMAT_BF16;
 constexpr int TILE_K = 4 * 128 / WEIGHT_BITS, TILE_BYTES = 2048 + (HAS_BLOCK_SCALES ? 256 : 0);
 constexpr int UNITS = TILE_K / 32;  // of 8 columns of a lane: two steps of a product
-constexpr int X_CHUNKS = TILE_K / 8, X_ROW_BYTES = TILE_K * 2;  // of a row of activations
+// Of a row of activations: bytes, and chunks of 16 bytes.
+constexpr int X_ROW_BYTES = TILE_K * (FP8_OPERANDS ? 1 : 2), X_CHUNKS = X_ROW_BYTES / 16, CHUNK_COLUMNS = TILE_K / X_CHUNKS;
 
 // What products of decoded weights must be multiplied by: weights are decoded into a range that the format holds.
-constexpr float DECODED_UNIT = WEIGHT_FORMAT == WEIGHTS_NVFP4 ? (IS_BF16 ? 256.f : 128.f) : 1.f;
+constexpr float DECODED_UNIT = FP8_OPERANDS ? 8.f : WEIGHT_FORMAT == WEIGHTS_NVFP4 ? (IS_BF16 ? 256.f : 128.f) : 1.f;
 
 // Where a 16-byte chunk of a row of activations lies in a stage: in panels of 64 columns whose rows' chunks change places
 // from row to row, so that eight rows find different banks; it is also the order in which the tensor cores take them.
@@ -95,4 +101,34 @@ DEVICE void decode_step(const uint4& codes, u32 factors, int unit, int step, u32
         decode_fp8(word_of(codes, 2 * unit + step), first, second);
     else
         first = word_of(codes, 2 * step), second = word_of(codes, 2 * step + 1);
+}
+
+// The e4m3 numbers that the magnitudes of e2m1 become in a block: of 0, 1/2, 1, 3/2 and of 2, 3, 4, 6.
+struct BlockNumbers {
+    u32 low, high;
+};
+
+// Of a lane's four blocks: two of one row, two of the row 8 further on. scales: a byte each, an eighth of the block's scale
+// in e4m3, at least 2^-5, and a bit that says whether 3/2 of it are 5 codes above it, and not 4.
+DEVICE void block_numbers(u32 scales, BlockNumbers (&numbers)[4]) {
+    const u32 one = scales & 0x7f7f7f7fu, more = one + 0x04040404u + (scales >> 7 & 0x01010101u);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        // A factor of 2 is 8 codes.
+        numbers[i].low = multiply_add_bits(permute_bytes(one, more, 0x0400u + 0x0111u * i), 256u, 0u - 0x0800u);
+        numbers[i].high = permute_bytes(one, more, 0x4040u + 0x1111u * i) + 0x10100808u;
+    }
+}
+
+// Eight codes of a word in the order of plugins.fp8_experts.pack, four and four.
+DEVICE void decode_nvfp4_as_fp8(u32 word, BlockNumbers numbers, u32& first, u32& second) {
+    const u32 magnitudes = word & 0x77777777u;
+    first = select_bytes(numbers.low, numbers.high, magnitudes) | (word & 0x80808080u);
+    second = select_bytes(numbers.low, numbers.high, magnitudes >> 16) | (word << 4 & 0x80808080u);
+}
+
+// Where a column of a group of 128 is among the e4m3 activations that such a product reads: lane t's 32 columns are four of
+// each half of its steps.
+DEVICE int fp8_place(int column) {
+    return (column & ~127) + (column / 8 % 4 * 32 + column / 4 % 2 * 16 + column / 32 % 4 * 4 + column % 4);
 }

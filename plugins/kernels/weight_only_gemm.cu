@@ -7,7 +7,8 @@
 //
 // Grid: row tiles, token tiles, splits. Stamped in: THREADS, MIN_CTAS, STAGES, TILE_TOKENS, MODE, ACTIVATION, OUTPUT_FP32
 // (the unrounded product, one [tokens, out_features] per split), USE_WGMMA (products by groups of four warps, for packed
-// weights only), WEIGHT_FORMAT, ACTIVATION_FORMAT, SHARED_BYTES. See plugins/weight_only.py.
+// weights only), WEIGHT_FORMAT, ACTIVATION_FORMAT, SHARED_BYTES. See plugins/weight_only.py. FP8_OPERANDS (e4m3 activations and
+// NVFP4 weights of experts, as plugins/fp8_experts.py has them), and with it OUTPUT_FP8 (results are such activations).
 #include "weight_only.cuh"
 
 // Which tokens a tile holds: consecutive ones; those of pairs (token, choice) sorted by expert; or the sorted pairs
@@ -18,6 +19,9 @@
 #define ACTIVATION_NONE 0
 #define ACTIVATION_SQUARED_RELU 1
 #define ACTIVATION_SWIGLU 2  // of two weights: a warp's first 16 rows are the gate's
+#ifndef OUTPUT_FP8
+#define OUTPUT_FP8 0
+#endif
 
 constexpr int WARPS = THREADS / 32, PARTS = TILE_TOKENS / 8;
 constexpr bool PAIRED = ACTIVATION == ACTIVATION_SWIGLU;
@@ -26,14 +30,44 @@ constexpr int X_BYTES = TILE_TOKENS * X_ROW_BYTES, STAGE_BYTES = X_BYTES + WARPS
 // Tiles that are on their way. Tensor cores that work by themselves may still read activations of the tile before.
 constexpr int AHEAD = STAGES - 1, X_AHEAD = USE_WGMMA ? STAGES - 2 : STAGES - 1;
 static_assert(X_AHEAD > 0, "see the waits");
-constexpr int OUT_PITCH = TILE_FEATURES + 8;  // of the results' rows, in elements
-constexpr int BUFFER_BYTES = larger(STAGES * STAGE_BYTES, TILE_TOKENS * OUT_PITCH * 2);  // results take the stages' place
-static_assert(SHARED_BYTES >= BUFFER_BYTES + 4 * TILE_TOKENS, "stages, rows of out");
+
+// Results of 8 tokens at a time pass through shared memory, those of a group of warps together.
+constexpr int GROUP_WARPS = OUTPUT_FP8 && PAIRED ? 8 : 4, GROUP_FEATURES = GROUP_WARPS * WARP_FEATURES;
+constexpr int ELEMENT = OUTPUT_FP8 ? 1 : 2, OUT_PITCH = GROUP_FEATURES * ELEMENT + 16;  // in bytes, as the rest
+constexpr int STAGES_BYTES = STAGES * STAGE_BYTES, BUFFER_BYTES = STAGES_BYTES + WARPS / GROUP_WARPS * 8 * OUT_PITCH;
+static_assert(SHARED_BYTES >= BUFFER_BYTES + 4 * TILE_TOKENS, "stages, results, rows of out");
+static_assert(WARPS % GROUP_WARPS == 0 && (!OUTPUT_FP8 || GROUP_FEATURES == 128), "see fp8_place");
 
 // A thread copies the same chunk of every X_ROWS-th row: in eights, so that a row's chunks change places alike.
 constexpr int X_ROWS = THREADS / X_CHUNKS, X_COPIES = (TILE_TOKENS + X_ROWS - 1) / X_ROWS;
 static_assert(X_ROWS % 8 == 0, "see x_place");
 
+#if FP8_OPERANDS
+// As below.
+template <int USED>
+DEVICE void multiply_tile(float (&sums)[2][PARTS][4], const WeightRows (&rows)[2], u32 (&operands)[2][2][4],
+                          const unsigned char* stage) {
+    BlockNumbers numbers[2][4];
+#pragma unroll
+    for (int m = 0; m < 2; m++) block_numbers(rows[m].scales, numbers[m]);
+#pragma unroll
+    for (int step = 0; step < UNITS; step++) {
+        u32(&a)[2][4] = operands[step % 2];
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                decode_nvfp4_as_fp8(word_of(rows[m].codes[half], step), numbers[m][2 * half + step / 2], a[m][half],
+                                    a[m][2 + half]);
+        wgmma_fence();
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+            wgmma<FORMAT_FP8, USED>(*(float(*)[USED][4])sums[m], a[m][0], a[m][1], a[m][2], a[m][3], stage, step);
+        wgmma_commit();
+        wgmma_wait<1>();
+    }
+}
+#else
 // sums += a tile's products, for the tile's first 8 USED tokens. operands: of two steps, rows of two parts of 16 each as for
 // m16n8k16, which may still be in use when this returns.
 template <int USED>
@@ -88,46 +122,79 @@ DEVICE void multiply_tile(float (&sums)[2][PARTS][4], const WeightRows (&rows)[2
 #endif
     }
 }
+#endif
 
-DEVICE float activated(float first, float second) {
+// Sums of two tokens' values of one feature, times their units, as results: rounded by each operation, as PyTorch does.
+DEVICE u32 rounded_results(float first, float second, float first_gate, float second_gate, float unit, float gate_unit) {
+    const u32 pair = pack_activation(first * unit, second * unit);
     if constexpr (ACTIVATION == ACTIVATION_SQUARED_RELU) {
-        const float positive = first > 0.f || first != first ? first : 0.f;
-        return positive * positive;
+        const u32 positive = relu_pairs<ACTIVATION_FORMAT>(pair);
+        return multiply_pairs<ACTIVATION_FORMAT>(positive, positive);
     }
-    if constexpr (PAIRED) return rounded(first * sigmoid(first)) * second;
-    return first;
+    if constexpr (PAIRED) {
+        const u32 gates = pack_activation(first_gate * gate_unit, second_gate * gate_unit);
+        const float low = activation_low(gates), high = activation_high(gates);
+        return multiply_pairs<ACTIVATION_FORMAT>(pack_activation(low * sigmoid(low), high * sigmoid(high)), pair);
+    }
+    return pair;
+}
+// The same of one token as a number that is rounded to e4m3 alone.
+DEVICE float narrow_result(float sum, float gate_sum, float unit, float gate_unit, float scaling) {
+    const float value = sum * unit;
+    if constexpr (PAIRED) {
+        const float gate = gate_sum * gate_unit;
+        return gate * sigmoid(gate) * (value * scaling);
+    }
+    if constexpr (ACTIVATION == ACTIVATION_SQUARED_RELU) {
+        const float positive = value > 0.f || value != value ? value : 0.f;
+        return positive * (positive * scaling);
+    }
+    return value * scaling;
 }
 
-// Rounded results of the tile to memory, through shared memory, so that a token's features are stored together.
-DEVICE void store_results(float (&sums)[2][PARTS][4], unsigned char* memory, const int* out_rows, int count,
-                          float unit, float gate_unit, int out_features, int first_feature, activation_t* out) {
-    const int tid = (int)threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
-    activation_t* results = (activation_t*)memory;
+// Results of the tile to memory, a token's features together. staged: the group's shared memory. e4m3: as multiples of
+// 1 / scaling.
+DEVICE void store_results(float (&sums)[2][PARTS][4], unsigned char* staged, const int* out_rows, int count,
+                          float unit, float gate_unit, float scaling, int out_features, int first_feature,
+                          unsigned char* out) {
+    constexpr int THREADS_OF_GROUP = GROUP_WARPS * 32, CHUNKS = GROUP_FEATURES * ELEMENT / 16;
+    const int group = (int)threadIdx.x / THREADS_OF_GROUP, member = (int)threadIdx.x % THREADS_OF_GROUP;
+    const int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    first_feature += group * GROUP_FEATURES;
 #pragma unroll
     for (int n = 0; n < PARTS; n++) {
         if (n * 8 >= count) break;
+        sync_group(1 + group, THREADS_OF_GROUP);
 #pragma unroll
-        for (int m = 0; m < (PAIRED ? 1 : 2); m++)
+        for (int m = 0; m < (PAIRED ? 1 : 2); m++) {
+            const float(&own)[4] = sums[PAIRED ? 1 : m][n], (&gate)[4] = sums[0][n];
+            const int feature = member / 32 * WARP_FEATURES + m * 16 + 2 * t;
+#if OUTPUT_FP8
+            // Of features g and g + 8, for two tokens; behind the transposition of features 2 t, 2 t + 1 and 8 more, of one.
+            u32 pairs[2];
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                pairs[e] = convert_e4m3_pair(narrow_result(own[e], gate[e], unit, gate_unit, scaling),
+                                             narrow_result(own[2 + e], gate[2 + e], unit, gate_unit, scaling));
+            const u32 features = transpose_matrix(pairs[0] | pairs[1] << 16);
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                *(u16*)(staged + g * OUT_PITCH + fp8_place(feature + half * 8)) =
+                    (u16)permute_bytes(features, 0u, half ? 0x0031u : 0x0020u);
+#else
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                float values[2];
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const float first = rounded(sums[m][n][2 * half + e] * (PAIRED ? gate_unit : unit));
-                    values[e] = activated(first, PAIRED ? rounded(sums[1][n][2 * half + e] * unit) : 0.f);
-                }
-                const u32 pair = (u32)float_to_activation(values[0]) | (u32)float_to_activation(values[1]) << 16;
-                const int feature = warp * WARP_FEATURES + m * 16 + half * 8 + 2 * t;
-                *(u32*)(results + (n * 8 + g) * OUT_PITCH + feature) = transpose_matrix(pair);
+                const u32 pair = rounded_results(own[2 * half], own[2 * half + 1], gate[2 * half], gate[2 * half + 1],
+                                                 unit, gate_unit);
+                *(u32*)(staged + g * OUT_PITCH + (feature + half * 8) * 2) = transpose_matrix(pair);
             }
-    }
-    sync_threads();
-    constexpr int CHUNKS = TILE_FEATURES / 8;
-    for (int i = tid; i < count * CHUNKS; i += THREADS) {
-        const int row = i / CHUNKS, feature = i % CHUNKS * 8;
-        if (first_feature + feature >= out_features) continue;
-        activation_t* to = out + offset_of(out_rows[row], out_features) + first_feature + feature;
-        *(uint4*)to = *(const uint4*)(results + row * OUT_PITCH + feature);
+#endif
+        }
+        sync_group(1 + group, THREADS_OF_GROUP);
+        const int row = member / CHUNKS, chunk = member % CHUNKS, feature = first_feature + chunk * (16 / ELEMENT);
+        if (row < 8 && n * 8 + row < count && feature < out_features)
+            *(uint4*)(out + (offset_of(out_rows[n * 8 + row], out_features) + feature) * ELEMENT) =
+                *(const uint4*)(staged + row * OUT_PITCH + chunk * 16);
     }
 }
 
@@ -230,7 +297,6 @@ struct Work {
         wgmma_wait<0>();
 #endif
         copy_async_wait();
-        sync_threads();
     }
     // For as few of the block's tokens as hold the first `count`.
     template <int USED = PARTS>
@@ -249,12 +315,15 @@ struct Work {
 
 KERNEL(THREADS, MIN_CTAS)
 weight_only_gemm(
-    // x [tokens, in_features], rows x_stride apart; weight [experts, row tiles, column tiles, TILE_BYTES] and, for SwiGLU,
+    // x [tokens, in_features], rows x_stride elements apart; weight [experts, row tiles, column tiles, TILE_BYTES] and, for SwiGLU,
     // its gate; their fp32 scales [experts], null for 16-bit weights
-    const activation_t* x, const unsigned char* weight, const float* scale, const unsigned char* gate,
+    const void* x, const unsigned char* weight, const float* scale, const unsigned char* gate,
     const float* gate_scale,
     // tiles [token tiles, 3]: expert, first of `order`, count; order [pairs]: pairs sorted by expert; null where dense
     const int* tiles, const int* order, int tokens, int x_stride, int in_features, int out_features, int top_k,
+    // units of e4m3 activations, null where there are none: fp32 of x, [1] where tokens are gathered, else [experts]; of out
+    // [experts]
+    const float* x_unit, const float* out_unit,
     // [tokens or pairs, out_features], dense
     void* out) {
     DYNAMIC_SHARED(memory);
@@ -283,23 +352,29 @@ weight_only_gemm(
     for (int tile = 0; tile < AHEAD; tile++) work.start_weights(tile);
 
     // Rows of x behind the last used are copies of it; what they give is not stored.
-    const int first_column = first_step * TILE_K + tid % X_CHUNKS * 8;
+    const int first_column = first_step * TILE_K + tid % X_CHUNKS * CHUNK_COLUMNS;
     work.columns = in_features - first_column;
 #pragma unroll
     for (int i = 0; i < X_COPIES; i++) {
         const int row = tid / X_CHUNKS + i * X_ROWS, at = first + (row < count ? row : count - 1);
         const int source = MODE == MODE_GATHER ? order[at] / top_k : at;
-        work.x_offsets[i] = (int)((offset_of(source, x_stride) + first_column) / 8);
+        work.x_offsets[i] = (int)((offset_of(source, x_stride) + first_column) / CHUNK_COLUMNS);
     }
     for (int i = tid; i < count; i += THREADS) out_rows[i] = MODE == MODE_SCATTER ? order[first + i] : first + i;
+
     float sums[2][PARTS][4] = {};
     work.multiply_first(count, sums);
 
-    const float unit = DECODED_UNIT * (WEIGHT_FORMAT == WEIGHTS_16BIT ? 1.f : scale[expert]);
-    const float gate_unit = !PAIRED || WEIGHT_FORMAT == WEIGHTS_16BIT ? unit : DECODED_UNIT * gate_scale[expert];
+    float x_scale = 1.f;
+    if constexpr (FP8_OPERANDS) x_scale = x_unit[MODE == MODE_GATHER ? 0 : expert];
+    const float decoded = DECODED_UNIT * x_scale, unit = decoded * (WEIGHT_FORMAT == WEIGHTS_16BIT ? 1.f : scale[expert]);
+    const float gate_unit = !PAIRED || WEIGHT_FORMAT == WEIGHTS_16BIT ? unit : decoded * gate_scale[expert];
+    float scaling = 1.f;
+    if constexpr (OUTPUT_FP8) scaling = 1.f / out_unit[expert];
     if constexpr (OUTPUT_FP32)
         store_sums(sums, out_rows, count, unit, out_features, first_feature,
                    (float*)out + (long long)blockIdx.z * tokens * out_features);
     else
-        store_results(sums, memory, out_rows, count, unit, gate_unit, out_features, first_feature, (activation_t*)out);
+        store_results(sums, memory + STAGES_BYTES + warp / GROUP_WARPS * (8 * OUT_PITCH), out_rows, count, unit, gate_unit,
+                      scaling, out_features, first_feature, (unsigned char*)out);
 }

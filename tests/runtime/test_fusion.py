@@ -321,3 +321,43 @@ def test_results_that_fp8_products_read_are_given_in_fp8():
             fused_operators.fp8_linear(v, *product, output_dtype=torch.bfloat16) for v in (results[-1], whole)
         )
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["super120b-nvfp4", "qwen122b-nvfp4"])
+def test_experts_are_multiplied_in_fp8_where_their_recipe_rounds_activations(name):
+    """Names of derived weights, and, where no kernel runs, what the experts give with activations of 16 bits."""
+    config = published(name)
+    config = replace(config, layers=config.layers[:2])
+    network = build_networks(config, mtp=False).main
+    plain = next(node for node in network.nodes if node.op == "moe")
+    nodes = fusion.fuse(network, network.nodes, fp8_experts=True)
+    node = next(node for node in nodes if node.op == "moe")
+    assert all(projection["format"] == "nvfp4_fp8" for projection in node.attributes["projections"])
+
+    experts, hidden, width = 3, 256, 128
+    shapes = [(experts, hidden, width)] * (len(node.attributes["projections"]) - 1) + [(experts, width, hidden)]
+    weights, projections = {}, []
+    for at, shape in zip(range(3, len(plain.inputs), 4), shapes, strict=True):
+        codes = torch.randint(0, 256, (*shape[:2], shape[2] // 2), dtype=torch.uint8)
+        scales = (0.5 + torch.rand(*shape[:2], shape[2] // 16)).to(torch.float8_e4m3fn)
+        values = (codes, scales, torch.full((experts,), 0.01), torch.rand(experts))
+        weights |= dict(zip(plain.inputs[at : at + 4], values, strict=True))
+        projections.append({"format": "nvfp4_fp8", "activations": "nvfp4", "tiles": list(shape[1:])})
+
+    def load(given: str) -> torch.Tensor:
+        made = fusion.derived(given, weights.__getitem__)
+        return weights[given] if made is None else made
+
+    x, ids = torch.randn(5, width).bfloat16(), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0]])
+    activation, chosen = node.attributes["activation"], torch.rand(5, 2)
+    tensors = [load(given) for given in node.inputs[3:]]
+    got = fused_operators.moe(x, ids, chosen, *tensors, activation=activation, projections=projections)
+    wanted = ops.moe(x, ids, chosen, *(weights[given] for given in plain.inputs[3:]), **plain.attributes)
+    assert torch.equal(got, wanted)
+    units = [tensor for given, tensor in zip(node.inputs[3:], tensors, strict=True) if "@fp8_unit" in given]
+    # The largest input of all experts, or of one, is the largest e4m3 number.
+    sources = [weights[given] for given in plain.inputs[3:] if given.endswith("input_scale")]
+    assert all(
+        torch.equal(unit, source.amax().view(1) * 6) for unit, source in zip(units[:-1], sources[:-1], strict=True)
+    )
+    assert torch.equal(units[-1], sources[-1] * 6)

@@ -364,6 +364,26 @@ DEVICE void mma_16bit(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
     });
 }
 DEVICE void mma_bf16_half(float (&d)[4], u32 a0, u32 a1, u32 b0) { mma_16bit<FORMAT_BF16>(d, a0, a1, 0, 0, b0, 0); }
+namespace emulation {
+inline double e4m3_value(u32 code) {
+    const int field = code >> 3 & 15, mantissa = code & 7;
+    const double size = field ? std::ldexp(8 + mantissa, field - 10) : std::ldexp(mantissa, -9);
+    return (code & 127) == 127 ? NAN : code & 128 ? -size : size;
+}
+inline u32 e4m3_of(float value) {
+    const double size = std::fabs((double)value);
+    if (value != value) return 127;
+    u32 best = 0;
+    for (u32 code = 1; code < 127; code++) {  // ties to even codes
+        const double nearer = std::fabs(e4m3_value(code) - size) - std::fabs(e4m3_value(best) - size);
+        if (nearer < 0 || (nearer == 0 && code % 2 == 0)) best = code;
+    }
+    return best | (std::signbit(value) ? 128u : 0u);
+}
+}  // namespace emulation
+DEVICE u16 convert_e4m3_pair(float low, float high) {
+    return (u16)(emulation::e4m3_of(low) | emulation::e4m3_of(high) << 8);
+}
 // Products are there at once; the device's waits have no counterpart.
 DEVICE void wgmma_fence() {}
 DEVICE void wgmma_commit() {}
@@ -374,16 +394,22 @@ template <int FORMAT, int PARTS>
 DEVICE void wgmma(float (&d)[PARTS][4], u32 a0, u32 a1, u32 a2, u32 a3, const unsigned char* panel, int step) {
     if ((uintptr_t)panel % 128) { std::fprintf(stderr, "emulation: misaligned panel\n"); std::abort(); }
     emulation::exchange("wgmma", {a0, a1, a2, a3}, [&](u32 (*in)[6], int lane) {
-        auto value = [](u16 bits) { return FORMAT == FORMAT_BF16 ? bits_to_float((u32)bits << 16) : fp16_to_float(bits); };
+        constexpr int BYTES = FORMAT == FORMAT_BF16 || FORMAT == FORMAT_FP16 ? 2 : 1, OF_WORD = 4 / BYTES;
+        auto value = [](u32 bits) -> double {
+            if (BYTES == 1) return emulation::e4m3_value(bits & 255);
+            return FORMAT == FORMAT_BF16 ? bits_to_float(bits << 16) : fp16_to_float((u16)bits);
+        };
         for (int n = 0; n < PARTS; n++)
             for (int i = 0; i < 4; i++) {
                 const int row = lane / 4 + 8 * (i / 2), column = 8 * n + 2 * (lane % 4) + i % 2;
                 double sum = d[n][i];
-                for (int k = 0; k < 16; k++) {
-                    const u32 word = in[row % 8 * 4 + k % 8 / 2][row / 8 + 2 * (k / 8)];
-                    const int chunk = (2 * step + k / 8) ^ column % 8;
-                    const u16* b = (const u16*)(panel + column * 128 + chunk * 16) + k % 8;
-                    sum += (double)value((u16)(word >> 16 * (k % 2))) * value(*b);
+                for (int k = 0; k < 32 / BYTES; k++) {
+                    const int half = k / (4 * OF_WORD), place = k % (4 * OF_WORD);
+                    const u32 word = in[row % 8 * 4 + place / OF_WORD][row / 8 + 2 * half];
+                    const int chunk = (2 * step + half) ^ column % 8;
+                    const u32 b = ((const u32*)(panel + column * 128 + chunk * 16))[place / OF_WORD];
+                    const int shift = 8 * BYTES * (place % OF_WORD);
+                    sum += value(word >> shift) * value(b >> shift);
                 }
                 d[n][i] = (float)sum;
             }
@@ -416,6 +442,16 @@ DEVICE void widen_fp16(float& low, float& high, u32 pair) {
     low = fp16_to_float((u16)pair), high = fp16_to_float((u16)(pair >> 16));
 }
 template <int FORMAT>
+DEVICE u32 relu_pairs(u32 pair) {
+    const u32 nan = FORMAT == FORMAT_BF16 ? 0x7f80u : 0x7c00u;
+    u32 result = 0;
+    for (int e = 0; e < 2; e++) {
+        const u32 bits = pair >> 16 * e & 0xffffu;
+        if (!(bits & 0x8000u) || (bits & 0x7fffu) > nan) result |= bits << 16 * e;
+    }
+    return result;
+}
+template <int FORMAT>
 DEVICE u32 multiply_pairs(u32 a, u32 b) {
     if (FORMAT == FORMAT_FP16) return multiply_fp16(a, b);
     return pack_bf16(bits_to_float(a << 16) * bits_to_float(b << 16),
@@ -433,6 +469,10 @@ DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
     u32 result = 0;
     for (int i = 0; i < 4; i++) result |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
     return result;
+}
+DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
+    if (selector & 0x8888u) { std::fprintf(stderr, "emulation: selector with sign bits\n"); std::abort(); }
+    return permute_bytes(a, b, selector);
 }
 DEVICE u32 rotate_right(u32 value, int bits) { return value >> bits | value << (32 - bits); }
 DEVICE float short_reciprocal(float value) { return 1.f / value; }
