@@ -290,7 +290,7 @@ def _random_packed(
     """Codes and scales of quantized weights, of all experts at once; None for a weight of another kind."""
     if dtype == "uint8":
         return torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
-    if name.endswith("scale_2") or name.endswith("input_scale"):
+    if name.endswith(("scale_2", "input_scale")):
         # Widths of published models lie between 1,024 and 12,544: products then stay within an order of 1.
         return torch.full(shape, 1 / (DISTRIBUTION_STD_OF_NVFP4_CODES * math.sqrt(4096)), device=device)
     if name.endswith("weight_scale"):

@@ -7,6 +7,7 @@ history, of reads and writes where every row flushes.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from pathlib import Path
 
 from matplotlib import pyplot as plt
@@ -31,7 +32,7 @@ def ratios(found: list[Line]) -> dict[int, float]:
 
 def shares(found: list[Line], fill: str | int) -> dict[int, float]:
     """batch -> percent of the run's ceiling that replay reaches."""
-    own = sorted(select(found, variant="ours", fill=fill), key=lambda one: one["batch"])
+    own = sorted(select(found, variant="ours", fill=fill), key=itemgetter("batch"))
     reached = {one["batch"]: one["gb_s"] / one["ceiling_gb_s"] for one in own}
     return {batch: 100 * share for batch, share in reached.items() if share <= CEILING_NOISE}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from pathlib import Path
 
 from matplotlib import pyplot as plt
@@ -23,7 +24,7 @@ def plot_batches(lines: list[Line], path: Path) -> None:
     """Speedup of a whole step by batch size, measured and published."""
     figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
     for name in ("nano4b", "qwen4b"):
-        ours = sorted(select(lines, geometry=name, variant="replay"), key=lambda line: line["batch"])
+        ours = sorted(select(lines, geometry=name, variant="replay"), key=itemgetter("batch"))
         if ours:
             middle = [line["speedup"] for line in ours]
             below = [max(0.0, line["speedup"] - line["speedup_p10"]) for line in ours]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal
 
 from report_lines import KERNEL_BENCHMARKS, NAMES, Line, decode_lines, longest_contexts, select, usual
@@ -51,7 +52,7 @@ def kernel_bars(lines: list[Line]) -> dict[str, list[Bar]]:
             bars[name] = [
                 Bar.of(best, peer_name(best), kind)
                 for kind, each in peers.items()
-                if (best := min(each, key=lambda line: line["median_us"], default=None))
+                if (best := min(each, key=itemgetter("median_us"), default=None))
             ]
             bars[name].append(Bar.of(ours[0], "ours", "replay"))
             low = select(found, variant="ours", fill="desync", **LOW_PRECISION)

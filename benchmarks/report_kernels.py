@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 from report_lines import BUFFER_LEN, NAMES, WINDOW, Line, best_of, ratio, select, share_of, table
 
 PRODUCT_PEERS = {
@@ -29,7 +31,7 @@ def kernel_table(lines: list[Line]) -> str:
                 # Others have no copy of the state that outputs read: beside ours stand those with fp32.
                 other = state if readout == "same" else "float32"
                 beside = select(found, window=window, state_dtype=other, readout_dtype="same")
-                rows += [kernel_row(one, beside) for one in sorted(ours, key=lambda line: line["L"])]
+                rows += [kernel_row(one, beside) for one in sorted(ours, key=itemgetter("L"))]
     head = ["layer", "step", "replay us", "of the read ceiling", "rewriting at the ceiling us", "over that"]
     head += ["our plain kernel us", "best peer us", "best peer with replay us"]
     return table(head, [row for row in rows if row])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from replayssm.builders.config import published
@@ -92,7 +93,7 @@ def share_of(rate: float, ceiling: float) -> str:
 
 def best_of(lines: list[Line]) -> str:
     """Time and name of the fastest; empty without lines."""
-    best = min(lines, key=lambda line: line["median_us"], default=None)
+    best = min(lines, key=itemgetter("median_us"), default=None)
     return f"{best['median_us']:.0f} ({best['variant']})" if best else ""
 
 
@@ -105,7 +106,7 @@ def condition(line: Line) -> dict:
 
 def decode_lines(lines: list[Line]) -> list[Line]:
     found = select(lines, benchmark="e2e_decode_speedup")
-    return sorted(found, key=lambda line: (line["geometry"], line["batch"], line["variant"]))
+    return sorted(found, key=itemgetter("geometry", "batch", "variant"))
 
 
 def longest_contexts(lines: Iterable[Line]) -> list[Line]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from operator import itemgetter
 
 from report_headline import Bar, peer_name
 from report_lines import Line, model_of, ratio, select, table
@@ -12,7 +13,7 @@ def vllm_table(lines: list[Line]) -> str:
     """Our steps of the same shape, batch and state format, of the same run, beside every variant of vLLM."""
     found = select(lines, benchmark="e2e_decode_speedup")
     rows = []
-    for line in sorted(found, key=lambda line: (line["geometry"], line["batch"], line["variant"])):
+    for line in sorted(found, key=itemgetter("geometry", "batch", "variant")):
         if not line["variant"].startswith("vllm"):
             continue
         same = {name: line[name] for name in ("geometry", "batch", "window", "state_dtype", "readout_dtype", "layers")}

@@ -187,7 +187,7 @@ def curves(
     cores = {form: make_core(source, fill) for form in formats}
     stores = {form: Store(form) for form in formats}
     found = {form: {"tokens": [], "state": [], "output": []} for form in formats}
-    sums = {form: 0.0 for form in formats}
+    sums = dict.fromkeys(formats, 0.0)
     scale = 0.0
     for form, core in cores.items():
         core.start(core.checkpoint.clone(), stores[form], torch.zeros(source.geometry.state_shape, dtype=torch.int32))

@@ -227,9 +227,9 @@ def tensor_types(spec: PluginSpec) -> dict[str, str]:
     """dtype of every plugin input by name."""
     act = spec.settings.activation_dtype
     parts = {p.name: BOUND_TYPES.get(p.dtype, p.dtype) for p in state_parts(spec.geometry, spec.settings)}
-    scalars = {name: "float32" for name in ("A_log", "D", "dt_bias")}
+    scalars = dict.fromkeys(("A_log", "D", "dt_bias"), "float32")
     names = spec.signature.tensors
-    known = {**scalars, **parts, ERROR_FLAG: "int32", **{name: "int32" for name in ROWS}}
+    known = {**scalars, **parts, ERROR_FLAG: "int32", **dict.fromkeys(ROWS, "int32")}
     return {name: known.get(name, act) for name in names}
 
 

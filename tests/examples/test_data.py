@@ -56,7 +56,7 @@ def test_packing_keeps_documents_whole():
 
 
 def test_shard_depends_on_its_number_alone(tokenizer, monkeypatch):
-    monkeypatch.setattr(data, "MIXTURE", {t: 1 for t in ("easy", "hard", "recall")})
+    monkeypatch.setattr(data, "MIXTURE", dict.fromkeys(("easy", "hard", "recall"), 1))
     first, again = (data.make_shard(tokenizer, 3, rows=2) for _ in range(2))
     assert first.shape == (2, data.ROW_TOKENS + 2)
     assert (first == again).all()

@@ -129,19 +129,19 @@ def input_shapes(spec, tokens, rows):
     parts = {part.name: (spec.slots, *part.shape) for part in state_parts(g, spec.settings)}
     if spec.operator == "mamba2_window":
         own = {"x": (tokens, g.nheads, g.headdim), "dt": (tokens, g.nheads)}
-        own |= {name: (tokens, g.ngroups, g.dstate) for name in "BC"}
-        own |= {name: (g.nheads,) for name in ("A_log", "D", "dt_bias")}
+        own |= dict.fromkeys("BC", (tokens, g.ngroups, g.dstate))
+        own |= dict.fromkeys(("A_log", "D", "dt_bias"), (g.nheads,))
     elif spec.operator == "gdn_window":
-        own = {name: (tokens, g.num_k_heads, g.head_k_dim) for name in "qk"}
+        own = dict.fromkeys("qk", (tokens, g.num_k_heads, g.head_k_dim))
         own |= {"v": (tokens, g.num_v_heads, g.head_v_dim)}
-        own |= {name: (tokens, g.num_v_heads) for name in "ab"}
-        own |= {name: (g.num_v_heads,) for name in ("A_log", "dt_bias")}
+        own |= dict.fromkeys("ab", (tokens, g.num_v_heads))
+        own |= dict.fromkeys(("A_log", "dt_bias"), (g.num_v_heads,))
     elif spec.operator == "causal_conv1d_window":
         own = {"x": (tokens, g.conv_dim), "weight": (g.conv_dim, g.conv_kernel), "bias": (g.conv_dim,)}
     else:
         own = {"q": (tokens, spec.query_heads, g.head_dim)}
-        own |= {name: (tokens, g.num_kv_heads, g.head_dim) for name in "kv"}
-    shapes = {**own, **parts, "error_flag": (1,), **{name: (rows,) for name in tensorrt_ops.ROWS}}
+        own |= dict.fromkeys("kv", (tokens, g.num_kv_heads, g.head_dim))
+    shapes = {**own, **parts, "error_flag": (1,), **dict.fromkeys(tensorrt_ops.ROWS, (rows,))}
     assert tuple(shapes) == spec.signature.tensors
     return shapes
 

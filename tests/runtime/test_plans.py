@@ -335,7 +335,7 @@ def test_the_stand_in_has_nothing_that_nvidias_bindings_lack(name):
     assert known > 15
     for member in ("num_io_tensors", "num_optimization_profiles", "num_aux_streams", "device_memory_size_v2"):
         assert hasattr(real.ICudaEngine, member)
-    assert {m for m in real.TensorIOMode.__members__} >= {"INPUT", "OUTPUT"}
+    assert set(real.TensorIOMode.__members__) >= {"INPUT", "OUTPUT"}
     assert "USER_MANAGED" in real.ExecutionContextAllocationStrategy.__members__
     assert "JSON" in real.LayerInformationFormat.__members__
     assert {kind.name for kind in stand_in.DataType} <= set(real.DataType.__members__)

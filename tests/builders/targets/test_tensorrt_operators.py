@@ -31,7 +31,7 @@ TOKENS = 13
 def make_networks(directory, module_format: str, dtype: str):
     """Networks of a checkpoint with every quantizable module in one format, and their weights, quantized here."""
     checkpoint = Checkpoint.open(directory)
-    formats = {module: module_format for module in quantizable_modules(checkpoint.config)}
+    formats = dict.fromkeys(quantizable_modules(checkpoint.config), module_format)
     networks = build_networks(checkpoint.config, formats, dtype)
     generator = torch.Generator().manual_seed(3)
     weights, modules = {}, {}
