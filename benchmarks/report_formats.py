@@ -31,6 +31,7 @@ def precision_table(lines: list[Line]) -> str:
     """Right answers with float32 and what other formats change, of the formats that the published experiment had."""
     readouts = ("float16, stochastic, nvfp4", "float8, stochastic, nvfp4", "float16, stochastic, float8")
     names = ("float32", "nvfp4", *(f"{name} readout" for name in readouts))
+    names += (f"{readouts[0]} readout, float8 in layer 0",)
     found = select(lines, benchmark="format_accuracy")
     rows = []
     for model, tier in sorted({(line["model"], line["tier"]) for line in found}):
@@ -39,7 +40,8 @@ def precision_table(lines: list[Line]) -> str:
             cells = [f"{100 * own[name]['difference']:+.1f}" if name in own else "" for name in names[1:]]
             rows.append([model, tier, own[names[0]]["count"], f"{100 * own[names[0]]['value']:.1f} %", *cells])
     head = ["model", "problems", "of them", "right with float32", "one nvfp4 copy", "fp16 and nvfp4 readout"]
-    return table([*head, "fp8 and nvfp4 readout", "fp16 and fp8 readout"], rows)
+    head += ["fp8 and nvfp4 readout", "fp16 and fp8 readout"]
+    return table([*head, "fp16 and nvfp4 readout, fp8 in layer 0"], rows)
 
 
 def error_table(lines: list[Line]) -> str:
