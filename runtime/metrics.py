@@ -1,7 +1,7 @@
-"""Prometheus metrics of a server, under the names that vLLM's and trtllm-serve's dashboards ask for.
+"""Prometheus metrics of a server, under the names that vLLM's dashboards ask for behind its prefix `vllm:`.
 
-Both write the same names behind prefixes of their own (`vllm:`, `trtllm_`), so another prefix is all that a dashboard
-needs. What only this server has is named by the convention: seconds, bytes, and `_total` for counters.
+trtllm-serve writes the same ones for times and requests behind `trtllm_`. What only this server has is named by the
+convention: seconds, bytes, and `_total` for counters.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _GAUGES = {
 }
 _TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _TPOT_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+_TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _ACCEPTANCE_BUCKETS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
 _LATENCY_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
@@ -63,7 +64,14 @@ class Metrics:
         self._ended = self._counter("request_success", "Requests that ended, by reason", "finished_reason")
         self._refused = self._counter("request_error", "Requests refused, by HTTP status", "http_code")
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS)
-        self._tpot = self._histogram("time_per_output_token_seconds", "Mean time of later tokens", _TPOT_BUCKETS)
+        self._tpot = [  # trtllm-serve's name and vLLM's
+            self._histogram(f"{name}_per_output_token_seconds", "Mean time of later tokens", _TPOT_BUCKETS)
+            for name in ("time", "request_time")
+        ]
+        self._prefill = self._histogram("request_prefill_time_seconds", "First slot to first token", _TTFT_BUCKETS)
+        self._decode = self._histogram("request_decode_time_seconds", "First to last token", _LATENCY_BUCKETS)
+        self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt", _TOKEN_BUCKETS)
+        self._generated = self._histogram("request_generation_tokens", "Tokens of an answer", _TOKEN_BUCKETS)
         self._queued = self._histogram("request_queue_time_seconds", "Arrival to first slot", _TTFT_BUCKETS)
         self._acceptance = self._histogram("acceptance_length", "Mean tokens per window", _ACCEPTANCE_BUCKETS)
         self._latency = self._histogram("e2e_request_latency_seconds", "Arrival to last token", _LATENCY_BUCKETS)
@@ -73,13 +81,18 @@ class Metrics:
         self._ended.labels(self._model, request.finish_reason).inc()
         if request.acceptance_length is not None:
             self._acceptance.observe(request.acceptance_length)
+        self._prompt.observe(len(request.prompt))
+        self._generated.observe(request.generated_count)
         if request.admitted:
             self._queued.observe(request.admitted - request.submitted)
         if request.first:
+            self._prefill.observe(request.first - request.admitted)
+            self._decode.observe(request.last - request.first)
             self._ttft.observe(request.first - request.submitted)
             self._latency.observe(request.last - request.submitted)
             if request.generated_count > 1:
-                self._tpot.observe((request.last - request.first) / (request.generated_count - 1))
+                for histogram in self._tpot:
+                    histogram.observe((request.last - request.first) / (request.generated_count - 1))
 
     def refused(self, status: int) -> None:
         """Take note of a call that was answered with an error."""

@@ -249,6 +249,8 @@ def test_models_health_metrics(server, client):
     assert values["time_to_first_token_seconds_count"] >= 1
     assert 1 <= values["acceptance_length_sum"] / values["acceptance_length_count"] <= 4
     assert values["generation_tokens_total"] >= 3
+    assert values["request_generation_tokens_sum"] <= values["generation_tokens_total"]
+    assert values["request_prefill_time_seconds_sum"] <= values["time_to_first_token_seconds_sum"]
     assert values["kv_cache_usage_perc"] in (0, 0.5)
     assert values["prefix_cache_queries_total"] == values["prompt_tokens_total"] + values["prefix_cache_hits_total"]
     assert httpx.get(f"{server.url}/version").json() == {"version": metadata.version("replayssm-trt")}
@@ -261,7 +263,9 @@ def test_metrics_have_the_names_of_the_dashboards(start):
         *("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
         *("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total", "request_success_total"),
         *("time_to_first_token_seconds_bucket", "time_per_output_token_seconds_sum"),
-        *("e2e_request_latency_seconds_count", "request_queue_time_seconds_bucket"),
+        *("e2e_request_latency_seconds_count", "request_queue_time_seconds_bucket", "request_prefill_time_seconds_sum"),
+        *("request_decode_time_seconds_sum", "request_prompt_tokens_bucket", "request_generation_tokens_bucket"),
+        *("request_time_per_output_token_seconds_bucket",),
     )
     server = start(slots=1, draft="none", metrics_prefix="vllm:")
     server.client().completions.create(model="tiny", prompt="a", max_tokens=2)
