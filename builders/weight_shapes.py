@@ -20,7 +20,7 @@ from replayssm.builders.architecture import (
     ModelConfig,
     MoeConfig,
 )
-from replayssm.builders.formats import DENSE, FP8, GROUP_SIZE, NVFP4, W4A16_NVFP4
+from replayssm.builders.formats import DENSE, FP8, GROUP_SIZE, MODULE_FORMATS, NVFP4, W4A16_NVFP4
 from replayssm.plugins.contract import ELEMENT_BITS
 
 Shape = tuple[int, ...]
@@ -215,8 +215,7 @@ def storage(shape: Shape, module_format: str, dtype: str = "bfloat16") -> dict[s
             "input_scale": ("float32", ()),
         }
     if module_format not in (NVFP4, W4A16_NVFP4):
-        known = ", ".join((DENSE, FP8, NVFP4, W4A16_NVFP4))
-        raise ValueError(f"unknown module format {module_format!r}; expected one of {known}")
+        raise ValueError(f"unknown module format {module_format!r}; expected one of {', '.join(MODULE_FORMATS)}")
     rows, columns = shape
     if columns % GROUP_SIZE:
         raise ValueError(f"NVFP4 needs an input width in blocks of {GROUP_SIZE}, got a weight of shape {shape}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from replayssm.runtime.draft_length import AdaptiveDraftLength
 from replayssm.runtime.logits_processor import LogitsProcessor
@@ -19,7 +19,7 @@ class PromptTooLongError(ValueError):
     """A prompt that leaves no room for output."""
 
 
-FINISH_REASONS = ("stop", "length", "cancelled", "timeout", "error")
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 """Why a request ended. "stop": end token or stop string. "length": max_tokens or the engine's max_seq_len."""
 
 
@@ -39,7 +39,7 @@ class Update:
     tokens: tuple[int, ...]
     text: str | None
     logprobs: tuple[TokenLogprob, ...]
-    finish_reason: str | None
+    finish_reason: FinishReason | None
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Request:
     snapshots: frozenset[int] = frozenset()
     served: int = 0
     slice_start: int = 0
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     error: str | None = None
     # Counts and times for reports. Times are the scheduler's clock, in seconds.
     calls: int = 0
@@ -195,7 +195,7 @@ class Request:
             self.on_update(self, Update(tuple(kept), text, tuple(logprobs[: len(kept)]), self.finish_reason))
         return len(kept)
 
-    def end(self, reason: str, error: str | None = None) -> None:
+    def end(self, reason: FinishReason, error: str | None = None) -> None:
         """End the request without more tokens; text that was held back becomes final."""
         self.finish_reason, self.error = reason, error
         text = None if self.stream is None else self.stream.finish()

@@ -25,7 +25,7 @@ from replayssm.runtime.choice import choose
 from replayssm.runtime.drafting import Drafting
 from replayssm.runtime.flush_phase import next_history
 from replayssm.runtime.prefix_cache import PrefixCache, Snapshot
-from replayssm.runtime.requests import Request, Swapped
+from replayssm.runtime.requests import FinishReason, Request, Swapped
 from replayssm.runtime.scheduler_options import QueueFullError, SchedulerOptions, SchedulerStats
 from replayssm.runtime.session import Row, Session
 from replayssm.runtime.speculation import Drafter
@@ -94,7 +94,7 @@ class Scheduler:
         if limit is not None and waiting >= limit:
             raise QueueFullError(waiting, max(1.0, self._mean_duration * waiting / self.session.slots))
 
-    def cancel(self, request: Request, reason: str = "cancelled", error: str | None = None) -> None:
+    def cancel(self, request: Request, reason: FinishReason = "cancelled", error: str | None = None) -> None:
         """End a request wherever it is; one that has ended stays as it was."""
         if request.finish_reason is not None:
             return
@@ -123,7 +123,7 @@ class Scheduler:
         request.preemptions += 1
         self.stats.preemptions += 1
 
-    def close(self, reason: str = "cancelled", error: str | None = None) -> None:
+    def close(self, reason: FinishReason = "cancelled", error: str | None = None) -> None:
         """End every request."""
         for request in [*self.running, *self.waiting]:
             self.cancel(request, reason, error)

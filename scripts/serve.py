@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from replayssm.runtime.logs import LEVELS
 from replayssm.scripts.config_file import apply_config
 from replayssm.scripts.draft_options import DRAFT_NAMES, scheduled_draft_options
 from replayssm.scripts.help_groups import GroupedCommand
@@ -144,7 +145,7 @@ GROUPS = {
     "--log-level",
     default="info",
     show_default=True,
-    type=click.Choice(["debug", "info", "warning", "error"]),
+    type=click.Choice(LEVELS),
     help="Least level of lines on standard error.",
 )
 @click.option(
