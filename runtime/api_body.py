@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from replayssm.runtime.api_call import ClientGoneError
 from replayssm.runtime.api_errors import ApiError, explain, shown
 
+MAX_DEPTH = 128
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -63,13 +64,26 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise _no_json(f"{error.msg} at character {error.pos}" if raw.strip() else "it is empty") from error
     except RecursionError as error:
-        raise _no_json("it is nested too deeply") from error
+        raise _no_json(f"more than {MAX_DEPTH} lists and objects are inside each other") from error
     except ValueError as error:  # Python's limit on the digits of an integer
         raise _no_json("a number has too many digits") from error
+    _check_depth(raw, value)
     _check_surrogates(raw, value)
     if not isinstance(value, dict):
         raise ApiError(f"the body: expected a JSON object, got {shown(value)}", code="invalid_type")
     return value
+
+
+def _check_depth(raw: bytes, value: Any) -> None:
+    """ApiError for a value in more than MAX_DEPTH lists and objects, which templates and schemas would recurse into."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+        return
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inside = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [value for items in inside for value in items if isinstance(value, (dict, list))]
+    if level:
+        raise _no_json(f"more than {MAX_DEPTH} lists and objects are inside each other")
 
 
 def _check_surrogates(raw: bytes, value: Any) -> None:

@@ -97,7 +97,7 @@ class StructuredOutputs(Strict):
             return values
         try:
             return {**values, "json": json.loads(text)}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"json must be a JSON schema, as an object or as text: {error}") from error
 
     @model_validator(mode="after")
@@ -218,7 +218,7 @@ class FunctionCall(Strict):
         try:
             if isinstance(json.loads(value), dict):
                 return value
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
         raise ValueError("the arguments of a tool call must be a JSON object, as text")
 

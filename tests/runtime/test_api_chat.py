@@ -135,7 +135,9 @@ def test_json_output(client):
         model="tiny", prompt="a", max_tokens=60, extra_body={"response_format": wanted}
     )
     assert 1 <= json.loads(complete.choices[0].text)["n"] <= 9
-    for outputs, expected in (({"regex": "[0-9]{3}"}, r"\d{3}"), ({"choice": ["yes", 'no "\n']}, 'yes|no "\n')):
+    many = [f"word {number}" for number in range(3000)]
+    for outputs, expected in (({"regex": "[0-9]{3}"}, r"\d{3}"), ({"choice": ["yes", 'no "\n']}, 'yes|no "\n'),
+                              ({"choice": many}, "|".join(many))):  # fmt: skip
         extra = {"structured_outputs": outputs}
         complete = client.completions.create(model="tiny", prompt="a", max_tokens=60, extra_body=extra)
         assert re.fullmatch(expected, complete.choices[0].text)

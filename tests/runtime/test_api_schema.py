@@ -124,7 +124,8 @@ def test_a_missing_prompt():
         (b'{"temperature": 1e999}', '"1e999" is beyond every number of 64 bits'),
         (b'{"seed": ' + b"9" * 5000 + b"}", "too many digits"),
         (b'{"prompt": "\xff"}', "byte 12 is not UTF-8"),
-        (b'{"a":' + b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' + b"[" * 100_000, "more than 128 lists and objects are inside each other"),
+        (b'{"a":' * 129 + b"1" + b"}" * 129, "more than 128 lists and objects are inside each other"),
     ],
     ids=lambda value: value[:20] if isinstance(value, bytes) else "",
 )
@@ -132,6 +133,11 @@ def test_bodies_that_are_not_json(raw, message):
     with pytest.raises(ApiError, match=re.escape(message)) as error:
         parse_json(raw)
     assert error.value.code in ("invalid_json", "invalid_type")
+
+
+def test_what_is_inside_enough_is_taken():
+    raw = b'{"a":' * 126 + b"[" + b"[]," * 500 + b"[]]" + b"}" * 126
+    assert parse_json(raw) == json.loads(raw)
 
 
 @KINDS
