@@ -76,6 +76,7 @@ class LogitsProcessor:
         self._prompt = frozenset(prompt) if self._rules.repetition_penalty != 1.0 else frozenset()
         self._counts: Counter[int] = Counter()
         self._grammar = grammar
+        self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def finished(self) -> bool:
@@ -116,7 +117,10 @@ class LogitsProcessor:
             times = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
             row[ids] -= rules.presence_penalty + rules.frequency_penalty * times
         if rules.logit_bias:
-            ids = torch.tensor(list(rules.logit_bias), device=row.device)
-            row[ids] += torch.tensor(list(rules.logit_bias.values()), dtype=row.dtype, device=row.device)
+            if self._bias is None:  # once: a client may bias the whole vocabulary
+                ids, values = list(rules.logit_bias), list(rules.logit_bias.values())
+                self._bias = torch.tensor(ids, device=row.device), torch.tensor(values, device=row.device)
+            ids, values = self._bias
+            row[ids] += values
         if self._end_tokens and sum(counts.values()) < rules.min_tokens:
             row[self._end_tokens] = float("-inf")
