@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from replayssm.builders import nvfp4
 from replayssm.builders.checkpoint import INDEX_NAME, Checkpoint
@@ -21,21 +21,11 @@ from replayssm.builders.random_checkpoint import TINY_CONFIGS, write_random_chec
 from replayssm.builders.safetensors_file import plan_shards
 from replayssm.builders.weight_shapes import weight_shapes
 
+sys.path.append(str(Path(__file__).parent / "edits"))
+from checkpoint_edits import edit_json, rewrite
+
 NAMES = list(TINY_CONFIGS)
 SHARD_BYTES = 400_000
-
-
-def rewrite(directory: Path, change, file: str = "model.safetensors") -> None:
-    """Apply `change` to the dict of tensors of a file."""
-    tensors = {name: tensor.clone() for name, tensor in load_file(directory / file).items()}
-    change(tensors)
-    save_file(tensors, directory / file)
-
-
-def edit_json(path: Path, change) -> None:
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from replayssm.builders.checkpoint import INDEX_NAME, Checkpoint
 
+sys.path.append(str(Path(__file__).parent / "edits"))
+from checkpoint_edits import edit_json, rewrite
+
 SHARD_BYTES = 400_000
-
-
-def rewrite(directory: Path, change, file: str = "model.safetensors") -> None:
-    """Apply `change` to the dict of tensors of a file."""
-    tensors = {name: tensor.clone() for name, tensor in load_file(directory / file).items()}
-    change(tensors)
-    save_file(tensors, directory / file)
-
-
-def edit_json(path: Path, change) -> None:
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
 
 
 def damage_truncate(directory):
