@@ -150,7 +150,7 @@ def describe(model: str, step: str, peak: Peak, source: Path, largest_shard: int
         "seconds": round(peak.seconds, 1),
         "gpu": None,
         "commit": current_commit("--short"),
-        "date": datetime.date.today().isoformat(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "correct": peak.anonymous < largest_shard + ALLOWANCE_BYTES,
     }
 

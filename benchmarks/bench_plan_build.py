@@ -113,7 +113,7 @@ def main(vocab_size: int, directory: Path | None, output: Path | None) -> None:
                     "compiler": version,
                     "gpu": None,
                     "commit": current_commit("--short"),
-                    "date": datetime.date.today().isoformat(),
+                    "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
                     "correct": True,
                 }
             )
