@@ -115,8 +115,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 @dataclasses.dataclass
 class Step:
-    """One step of the scheduler. wait_s: seconds of it blocked on the device. Counts are of what it settled."""
+    """One step of the scheduler, in seconds. wait_s: of it, blocked on the device. Counts are of what it settled."""
 
+    wall_s: float
     wait_s: float
     tokens: int
     prompt_tokens: int
@@ -214,9 +215,14 @@ class DeviceClock:
 
 def one_step(scheduler: Scheduler) -> Step:
     session, stats = scheduler.session, scheduler.stats
-    wait, tokens, prompts = session.wait_s, stats.generated_tokens, stats.prompt_tokens
+    wait, tokens, prompts, begin = session.wait_s, stats.generated_tokens, stats.prompt_tokens, time.perf_counter()
     scheduler.step()
-    return Step(session.wait_s - wait, stats.generated_tokens - tokens, stats.prompt_tokens - prompts)
+    return Step(
+        time.perf_counter() - begin,
+        session.wait_s - wait,
+        stats.generated_tokens - tokens,
+        stats.prompt_tokens - prompts,
+    )
 
 
 def fill(scheduler: Scheduler, requests: Iterator[Request], made: list[Request]) -> None:
