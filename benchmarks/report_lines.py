@@ -38,8 +38,9 @@ def read_lines(folder: Path) -> list[Line]:
 def cut_vocabulary(line: Line) -> int | None:
     """Tokens that a truncated model has left of its vocabulary; None for all of them."""
     kept = line.get("vocabulary")
-    whole = shape_of(line) not in NAMES or kept == published(shape_of(line)).vocab_size if kept else True
-    return None if whole else kept
+    if not kept or shape_of(line) not in NAMES or kept == published(shape_of(line)).vocab_size:
+        return None
+    return kept
 
 
 def select(lines: Iterable[Line], **wanted) -> list[Line]:
@@ -113,7 +114,7 @@ def longest_contexts(lines: Iterable[Line]) -> list[Line]:
     """One line for each model, batch and variant: that of the longest run."""
     kept: dict[tuple, Line] = {}
     for line in lines:
-        key = (line["geometry"], line["layers"], line["batch"], line["variant"])
+        key = (model_of(line), line["batch"], line["variant"])
         if key not in kept or kept[key]["context"][1] < line["context"][1]:
             kept[key] = line
     return list(kept.values())

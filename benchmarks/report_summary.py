@@ -63,15 +63,22 @@ def step_summary(lines: list[Line]) -> str:
             speedup(own, "replay"),
             over_vllm(own),
             speedup(own, "replay-float16-nvfp4-stochastic"),
-            speedup(spec, "replay-speculation", "speedup_over_snapshots"),
-            speedup(spec, "replay-speculation"),
+            with_drafts(spec, "speedup_over_snapshots"),
+            with_drafts(spec, "speedup"),
             speedup(two, "2 gpus"),
         ]
         if any(values):
             rows.append([title, *values])
     head = ["whole step", "over our plain step", "over vLLM's engine at its fastest"]
-    head += ["fp16 and 4-bit copy, over plain fp32", "4 drafts, over snapshots", "4 drafts, over plain"]
+    head += ["fp16 and 4-bit copy, over plain fp32"]
+    head += [f"4 drafts, over {others} (with that copy)" for others in ("snapshots", "plain")]
     return table([*head, "two GPUs, over one"], rows)
+
+
+def with_drafts(lines: list[Line], field: str) -> str:
+    """Of fp32 states, and behind it of fp16 ones with a 4-bit copy."""
+    low = speedup(lines, "replay-speculation-float16-nvfp4-stochastic", field).strip("*")
+    return speedup(lines, "replay-speculation", field) + (f" ({low})" if low else "")
 
 
 def speedup(lines: list[Line], variant: str, field: str = "speedup") -> str:
