@@ -40,6 +40,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common_options(parser, batch_sizes=[256], steps=1000, warmup=128)
     parser.add_argument("--prompt-len", type=int, default=64, help="tokens of every prompt")
+    parser.add_argument("--sessions", type=int, default=1, help="run the steps in this many fresh sessions, one by one")
     parser.add_argument(
         "--also",
         action="append",
@@ -118,15 +119,22 @@ def measure(model: Model, batch: int, options: argparse.Namespace, results: E2eR
     generator = torch.Generator().manual_seed(options.seed)
     prompts = torch.randint(model.vocab_size, (batch, options.prompt_len), generator=generator).tolist()
     chosen = variants(options, max_seq_len)
-    runs = {name: Run(model, settings, prompts, device) for name, settings in chosen.items()}
-    for run in runs.values():
-        run.desynchronise(model.vocab_size, cycle)
-    distances = compare(runs, model.vocab_size)
-    for run in runs.values():
-        run.time(warmup, cycle)
-    times = interleaved(runs, steps, cycle, options.repeats)
-    for run in runs.values():
-        run.check()
+    runs: dict[str, Run] = {}
+    times: dict[str, list[float]] = {name: [] for name in chosen}
+    distances = dict.fromkeys(chosen, 0.0)
+    for _ in range(options.sessions):  # each at the same contexts as the others
+        close(runs, device)
+        runs.update((name, Run(model, settings, prompts, device)) for name, settings in chosen.items())
+        for run in runs.values():
+            run.desynchronise(model.vocab_size, cycle)
+        for name, distance in compare(runs, model.vocab_size).items():
+            distances[name] = max(distances[name], distance)
+        for run in runs.values():
+            run.time(warmup, cycle)
+        for name, seconds in interleaved(runs, steps, cycle, options.repeats).items():
+            times[name] += seconds
+        for run in runs.values():
+            run.check()
     splits = {name: split_time(run, profiled) if profiled else None for name, run in runs.items()}
     without_context = distance_without_context(runs["plain"], model.vocab_size)
     ceiling = measured_ceiling(device)
@@ -139,6 +147,7 @@ def measure(model: Model, batch: int, options: argparse.Namespace, results: E2eR
             fill="desync",
             variant=name,
             **timing_fields(times[name], batch),
+            cycles=len(times[name]),
             **run.clock_fields(),
             speedup=round(first / percentile(times[name], 0.5), 4),
             speedup_p10=round(percentile(ratios, 0.1), 4),
@@ -153,6 +162,11 @@ def measure(model: Model, batch: int, options: argparse.Namespace, results: E2eR
             logits_distance_without_context=round(without_context, 3),
             correct=distances[name] < logits_bound(run.settings, model),
         )
+    close(runs, device)
+
+
+def close(runs: dict[str, Run], device: torch.device) -> None:
+    """Forget the runs and give their memory back."""
     for run in runs.values():
         run.close()
     runs.clear()

@@ -44,7 +44,9 @@ def tiny(tiny_checkpoint) -> Path:
 def test_decode_lines(tiny: Path, tmp_path: Path) -> None:
     options = ["--model", str(tiny), "--batch-size", "3", "--prompt-len", "6", "--output", str(tmp_path / "out.jsonl")]
     plot = tmp_path / "run.svg"
-    path = decode.main([*options, *COMMON, "--also", "float16:float8:stochastic", "--plot", str(plot)])
+    path = decode.main(
+        [*options, *COMMON, "--sessions", "2", "--also", "float16:float8:stochastic", "--plot", str(plot)]
+    )
     assert "replay-float16-float8-stochastic" in plot.read_text()
     found = {line["variant"]: line for line in lines(path)}
     assert list(found) == ["plain", "replay", "replay-float16-float8-stochastic"]
@@ -54,6 +56,7 @@ def test_decode_lines(tiny: Path, tmp_path: Path) -> None:
     assert found["replay"]["logits_distance"] < 0.1 < found["plain"]["logits_distance_without_context"]
     for line in found.values():
         assert line["tokens_per_s"] == pytest.approx(3e6 / line["median_us"], abs=0.1)  # it has one digit
+        assert line["cycles"] == 2, "one of each session"
 
 
 def test_a_variant_that_lost_its_state_is_not_correct(tiny: Path, tmp_path: Path, monkeypatch) -> None:

@@ -163,6 +163,23 @@ def test_activation(shape: tuple[int, ...], dtype: torch.dtype, name: str, devic
 
 @devices
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_sigmoid_of_every_number(dtype: torch.dtype, device: str) -> None:
+    """Rounded once, far out too; numbers below the least normal one may be off by half of the least there is."""
+    every = torch.arange(2**16, dtype=torch.int32, device=device).to(torch.int16).view(dtype).view(64, -1)
+    one = torch.ones_like(every)
+    least = 2.0**-133 if dtype == torch.bfloat16 else 2.0**-24
+    x = every.double()
+    for got, wanted in (
+        (elementwise.activate("multiply_sigmoid", one, every), x.sigmoid()),
+        (elementwise.activate("silu_multiply", every, one), torch.nn.functional.silu(x)),
+    ):
+        assert torch.equal(got.isnan(), wanted.isnan())
+        good = wanted.isfinite()
+        assert ((got.double() - wanted).abs()[good] <= 1.01 * (UNIT[dtype] * wanted.abs()[good] + least / 2)).all()
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_quantize_fp8_rounds_as_pytorch(dtype: torch.dtype, device: str) -> None:
     x = sliced(dtype, device, 3, 2080)
     x[1, :3] = torch.tensor([torch.nan, 30000.0, -30000.0])
