@@ -28,8 +28,8 @@ argmax(
     const int tid = threadIdx.x;
     const float4* row = (const float4*)(x + (long long)blockIdx.x * COLUMNS);
     Largest found = {-INFINITY, 0x7fffffff};
-    // From the end on: what the product before this wrote last is still in the cache, and reading the row from its beginning
-    // would drive it out.
+    // From the end on: what the product before this wrote last is still in the cache, and reading the row from its
+    // beginning would drive it out.
     constexpr int ROUND = ITEMS * THREADS;
     for (int begin = (CHUNKS - 1) / ROUND * ROUND + tid; begin >= 0; begin -= ROUND) {
         float4 chunks[ITEMS];

@@ -1,8 +1,9 @@
-// Attention of packed windows over a position-addressed KV cache. A block serves one KV head and a tile of QUERIES queries:
-// neighbouring tokens of one row times the query heads that share the KV head, so that a verify window reads the cache
-// once or twice, not once a token. Tiles of 8 leave half of a score's fragments empty, but need half the sums. Its warps split the positions, each with the next values on their way while it works on
-// keys and the next keys while it works on values, and merge their running softmax at the end. The window's own keys and
-// values are read from the inputs, earlier ones from the cache. See plugins/reference/attention.py.
+// Attention of packed windows over a position-addressed KV cache. A block serves one KV head and a tile of QUERIES
+// queries: neighbouring tokens of one row times the query heads that share the KV head, so that a verify window reads
+// the cache once or twice, not once a token. Tiles of 8 leave half of a score's fragments empty, but need half the
+// sums. Its warps split the positions, each with the next values on their way while it works on keys and the next keys
+// while it works on values, and merge their running softmax at the end. The window's own keys and values are read from
+// the inputs, earlier ones from the cache. See plugins/reference/attention.py.
 //
 // Stamped in: KV_HEADS, GROUP (query heads per KV head), HEAD_DIM, QUERIES (8 or 16), WARPS, ACTIVATION_FORMAT,
 // SHARED_BYTES.
@@ -143,7 +144,8 @@ attention_window(
         const Query query = tile_query(tile_index, first_head, g + 8 * half, length);
         limit[half] = query.valid ? seq_len + query.token : position;
     }
-    // Scores have a row for each query, sums a column: the weights of one product are an operand of the other as they are.
+    // Scores have a row for each query, sums a column: the weights of one product are an operand of the other as they
+    // are.
     float sums[OUTPUT_TILES][HALVES][4] = {}, largest[HALVES], total[HALVES] = {};
 #pragma unroll
     for (int half = 0; half < HALVES; half++) largest[half] = -INFINITY;

@@ -1,8 +1,8 @@
 // Depthwise causal convolution with silu over a position-addressed ring of its inputs. A thread owns 8 channels of one
 // row and walks its window; blocks along z share the chunks of long windows. See plugins/reference/conv.py.
 //
-// Stamped in: CHANNELS, TAPS, CONV_RING_LEN, MAX_WINDOW, CHUNK, ROWS (of a block, one after the other but for decode steps,
-// whose loads are all asked for first), ACTIVATION_FORMAT, WEIGHT_FORMAT, HAS_BIAS.
+// Stamped in: CHANNELS, TAPS, CONV_RING_LEN, MAX_WINDOW, CHUNK, ROWS (of a block, one after the other but for decode
+// steps, whose loads are all asked for first), ACTIVATION_FORMAT, WEIGHT_FORMAT, HAS_BIAS.
 #include "rows.cuh"
 
 #if WEIGHT_FORMAT == FORMAT_FP32
@@ -11,10 +11,10 @@ typedef float weight_t;
 typedef u16 weight_t;
 #endif
 constexpr int THREADS = 128;
-// Blocks wait for the row's description and then for its inputs, so many of them help: with 8 a multiprocessor Qwen3.5-4B,
-// batch 256, H200 takes 9.1 us (decode) and 26.9 (windows of 5), with as many as 79 registers let 10.1 and 30.5. The code
-// for sm_100 and later, and weights of 32 bits, would spill. Two rows of decode a block, half as many blocks: 7.9 us
-// instead of 8.8, Nano-4B (with a bias, 6 blocks) 9.0 instead of 10.8.
+// Blocks wait for the row's description and then for its inputs, so many of them help: with 8 a multiprocessor
+// Qwen3.5-4B, batch 256, H200 takes 9.1 us (decode) and 26.9 (windows of 5), with as many as 79 registers let 10.1 and
+// 30.5. The code for sm_100 and later, and weights of 32 bits, would spill. Two rows of decode a block, half as many
+// blocks: 7.9 us instead of 8.8, Nano-4B (with a bias, 6 blocks) 9.0 instead of 10.8.
 #if __CUDA_ARCH__ < 1000
 constexpr int MIN_BLOCKS = WEIGHT_FORMAT == FORMAT_FP32 ? 4 : HAS_BIAS ? (ROWS > 1 ? 6 : 7) : 8;
 #else

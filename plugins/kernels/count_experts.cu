@@ -1,5 +1,5 @@
-// First of two kernels that do for many pairs what route_experts.cu does for few: a block counts its share of the pairs by
-// expert. A multiprocessor adds to shared memory one word at a time, so the blocks share the work.
+// First of two kernels that do for many pairs what route_experts.cu does for few: a block counts its share of the pairs
+// by expert. A multiprocessor adds to shared memory one word at a time, so the blocks share the work.
 //
 // Stamped in: THREADS.
 #include "expert_tiles.cuh"

@@ -18,9 +18,9 @@ DEVICE void for_pairs(const long long* ids, int begin, int end, int experts, Use
     }
 }
 
-// pairs [experts], in shared memory: how many each expert has, then its first place in their order. sums [2, THREADS]: for
-// this function. tiles [max_tiles, 3], or null: expert, first place, count, which is 0 behind the last tile. Returns how many
-// pairs there are.
+// pairs [experts], in shared memory: how many each expert has, then its first place in their order. sums [2, THREADS]:
+// for this function. tiles [max_tiles, 3], or null: expert, first place, count, which is 0 behind the last tile.
+// Returns how many pairs there are.
 DEVICE int cut_into_tiles(int* pairs, int* sums, int experts, int tile_tokens, int max_tiles, int* tiles) {
     const int tid = (int)threadIdx.x, share = (experts + THREADS - 1) / THREADS, begin = tid * share;
     const int end = begin + share < experts ? begin + share : experts;

@@ -41,8 +41,9 @@ DEVICE float tf32_high(float value) { return bits_to_float(float_to_bits(value) 
 
 DEVICE float softplus(float value) { return value > 20.f ? value : log1pf(expf(value)); }
 DEVICE float sigmoid(float value) { return 1.f / (1.f + expf(-value)); }
-// The same within two units in the last place, without the branch of a division, which keeps many of them from being computed
-// side by side. No exponential is above 1, so that small results are right too, down to the least number there is.
+// The same within two units in the last place, without the branch of a division, which keeps many of them from being
+// computed side by side. No exponential is above 1, so that small results are right too, down to the least number there
+// is.
 DEVICE float sigmoid_side_by_side(float value) {
     const float e = expf(-fabsf(value)), r = short_reciprocal(1.f + e);
     return value >= 0.f ? r : e * r;

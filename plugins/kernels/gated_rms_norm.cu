@@ -1,8 +1,8 @@
-// RMS norm of groups along a row and a gate silu(z), before the norm (Nemotron-H) or after it (Qwen). LANES threads share
-// a group of one token: part of a warp, a warp, or a block of several. See runtime/functional_ops.py.
+// RMS norm of groups along a row and a gate silu(z), before the norm (Nemotron-H) or after it (Qwen). LANES threads
+// share a group of one token: part of a warp, a warp, or a block of several. See runtime/functional_ops.py.
 //
-// Stamped in: COLUMNS, GROUP_COLUMNS, WEIGHT_COLUMNS, THREADS, LANES, GATE_FIRST, STORES_WIDE and STORES_NARROW (see narrow.cuh),
-// ACTIVATION_FORMAT, SHARED_BYTES.
+// Stamped in: COLUMNS, GROUP_COLUMNS, WEIGHT_COLUMNS, THREADS, LANES, GATE_FIRST, STORES_WIDE and STORES_NARROW (see
+// narrow.cuh), ACTIVATION_FORMAT, SHARED_BYTES.
 #include "narrow.cuh"
 
 constexpr int GROUPS = COLUMNS / GROUP_COLUMNS, CHUNKS = GROUP_COLUMNS / 8;

@@ -1,5 +1,5 @@
-// Activations as e4m3 numbers in units of a scale, saturating, in the order in which products of experts in FP8 read them.
-// A thread owns 8 columns of a token.
+// Activations as e4m3 numbers in units of a scale, saturating, in the order in which products of experts in FP8 read
+// them. A thread owns 8 columns of a token.
 //
 // Stamped in: THREADS, ACTIVATION_FORMAT.
 #define TILE_TOKENS 8

@@ -1,8 +1,8 @@
-// Sorts the pairs (token, choice) of a mixture of experts by expert and cuts each expert's pairs into tiles, in one block:
-// for few pairs. See count_experts.cu for many.
+// Sorts the pairs (token, choice) of a mixture of experts by expert and cuts each expert's pairs into tiles, in one
+// block: for few pairs. See count_experts.cu for many.
 //
-// The order within an expert is that of arrival, which changes from run to run and changes nothing: a pair is a column of
-// a matrix product of its own. Pairs of an expert that does not exist are left out.
+// The order within an expert is that of arrival, which changes from run to run and changes nothing: a pair is a column
+// of a matrix product of its own. Pairs of an expert that does not exist are left out.
 //
 // One multiprocessor stores single words slowly to places all over memory, so the order is made in shared memory.
 //

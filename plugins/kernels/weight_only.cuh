@@ -1,11 +1,11 @@
-// Weights of 4, 8 and 16 bits as operands of a 16-bit matrix product: how they lie in memory and become pairs of activations
-// in registers. The build stamps in WEIGHT_FORMAT, ACTIVATION_FORMAT, TILE_TOKENS and, for NVFP4 weights that are multiplied
-// in FP8, FP8_OPERANDS.
+// Weights of 4, 8 and 16 bits as operands of a 16-bit matrix product: how they lie in memory and become pairs of
+// activations in registers. The build stamps in WEIGHT_FORMAT, ACTIVATION_FORMAT, TILE_TOKENS and, for NVFP4 weights
+// that are multiplied in FP8, FP8_OPERANDS.
 //
-// A tile is what a warp multiplies at a time: 32 rows of TILE_K columns, 2048 bytes, and 256 bytes of NVFP4 scales behind
-// them. Bytes lie in the order in which the lanes load them (plugins/weight_only.py): 16 of each row for each of the four
-// lanes that share it, which are the lane's operands of all steps of a product, 16 columns each, one step after the other.
-// With FP8_OPERANDS a lane has 32 columns in a row instead (plugins/fp8_experts.py).
+// A tile is what a warp multiplies at a time: 32 rows of TILE_K columns, 2048 bytes, and 256 bytes of NVFP4 scales
+// behind them. Bytes lie in the order in which the lanes load them (plugins/weight_only.py): 16 of each row for each of
+// the four lanes that share it, which are the lane's operands of all steps of a product, 16 columns each, one step
+// after the other. With FP8_OPERANDS a lane has 32 columns in a row instead (plugins/fp8_experts.py).
 #pragma once
 #include "elementwise.cuh"
 
@@ -27,8 +27,9 @@ constexpr int X_ROW_BYTES = TILE_K * (FP8_OPERANDS ? 1 : 2), X_CHUNKS = X_ROW_BY
 // What products of decoded weights must be multiplied by: weights are decoded into a range that the format holds.
 constexpr float DECODED_UNIT = FP8_OPERANDS ? 8.f : WEIGHT_FORMAT == WEIGHTS_NVFP4 ? (IS_BF16 ? 256.f : 128.f) : 1.f;
 
-// Where a 16-byte chunk of a row of activations lies in a stage: in panels of 64 columns whose rows' chunks change places
-// from row to row, so that eight rows find different banks; it is also the order in which the tensor cores take them.
+// Where a 16-byte chunk of a row of activations lies in a stage: in panels of 64 columns whose rows' chunks change
+// places from row to row, so that eight rows find different banks; it is also the order in which the tensor cores take
+// them.
 DEVICE int x_place(int row, int chunk) {
     if constexpr (X_CHUNKS >= 8)
         return chunk / 8 * (TILE_TOKENS * 128) + row * 128 + (chunk % 8 ^ row % 8) * 16;
@@ -48,8 +49,8 @@ DEVICE u32 nvfp4_factors(u32 scales) {
 // The factor of block 0 or 1, in both halves.
 DEVICE u32 nvfp4_factor(u32 factors, int block) { return both_halves(factors, block); }
 
-// Eight e2m1 codes of a word in the order of plugins.weight_only.pack_words are four pairs; these are the two of `step`,
-// times `factor`. Exact: code and scale have six significant bits together.
+// Eight e2m1 codes of a word in the order of plugins.weight_only.pack_words are four pairs; these are the two of
+// `step`, times `factor`. Exact: code and scale have six significant bits together.
 DEVICE void decode_nvfp4(u32 word, u32 factor, int step, u32& first, u32& second) {
     constexpr u32 SIGNS = 0x80008000u, MAGNITUDES = IS_BF16 ? 0x01c001c0u : 0x0e000e00u;
     u32 codes[2];
@@ -108,8 +109,8 @@ struct BlockNumbers {
     u32 low, high;
 };
 
-// Of a lane's four blocks: two of one row, two of the row 8 further on. scales: a byte each, an eighth of the block's scale
-// in e4m3, at least 2^-5, and a bit that says whether 3/2 of it are 5 codes above it, and not 4.
+// Of a lane's four blocks: two of one row, two of the row 8 further on. scales: a byte each, an eighth of the block's
+// scale in e4m3, at least 2^-5, and a bit that says whether 3/2 of it are 5 codes above it, and not 4.
 DEVICE void block_numbers(u32 scales, BlockNumbers (&numbers)[4]) {
     const u32 one = scales & 0x7f7f7f7fu, more = one + 0x04040404u + (scales >> 7 & 0x01010101u);
 #pragma unroll
@@ -127,8 +128,8 @@ DEVICE void decode_nvfp4_as_fp8(u32 word, BlockNumbers numbers, u32& first, u32&
     second = select_bytes(numbers.low, numbers.high, magnitudes >> 16) | (word << 4 & 0x80808080u);
 }
 
-// Where a column of a group of 128 is among the e4m3 activations that such a product reads: lane t's 32 columns are four of
-// each half of its steps.
+// Where a column of a group of 128 is among the e4m3 activations that such a product reads: lane t's 32 columns are
+// four of each half of its steps.
 DEVICE int fp8_place(int column) {
     return (column & ~127) + (column / 8 % 4 * 32 + column / 4 % 2 * 16 + column / 32 % 4 * 4 + column % 4);
 }

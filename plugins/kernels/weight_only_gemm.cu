@@ -1,14 +1,15 @@
 // out = activation(x W^T) with weights of 4, 8 or 16 bits that become 16-bit operands in registers, dense or by expert.
 //
-// A block computes 32 weight rows (output features) a warp for up to TILE_TOKENS tokens; the weights are the left operand
-// of m16n8k16, or of Hopper's products by groups of four warps, so that a few tokens waste little. Each warp copies its own
-// weights through STAGES tiles in shared memory; the activations travel through as many, which the warps share. A token's
-// sums run over columns in an order that depends on the shape and the number of splits alone.
+// A block computes 32 weight rows (output features) a warp for up to TILE_TOKENS tokens; the weights are the left
+// operand of m16n8k16, or of Hopper's products by groups of four warps, so that a few tokens waste little. Each warp
+// copies its own weights through STAGES tiles in shared memory; the activations travel through as many, which the warps
+// share. A token's sums run over columns in an order that depends on the shape and the number of splits alone.
 //
-// Grid: row tiles, token tiles, splits. Stamped in: THREADS, MIN_CTAS, STAGES, TILE_TOKENS, MODE, ACTIVATION, OUTPUT_FP32
-// (the unrounded product, one [tokens, out_features] per split), USE_WGMMA (products by groups of four warps, for packed
-// weights only), WEIGHT_FORMAT, ACTIVATION_FORMAT, SHARED_BYTES. See plugins/weight_only.py. FP8_OPERANDS (e4m3 activations and
-// NVFP4 weights of experts, as plugins/fp8_experts.py has them), and with it OUTPUT_FP8 (results are such activations).
+// Grid: row tiles, token tiles, splits. Stamped in: THREADS, MIN_CTAS, STAGES, TILE_TOKENS, MODE, ACTIVATION,
+// OUTPUT_FP32 (the unrounded product, one [tokens, out_features] per split), USE_WGMMA (products by groups of four
+// warps, for packed weights only), WEIGHT_FORMAT, ACTIVATION_FORMAT, SHARED_BYTES. See plugins/weight_only.py.
+// FP8_OPERANDS (e4m3 activations and NVFP4 weights of experts, as plugins/fp8_experts.py has them), and with it
+// OUTPUT_FP8 (results are such activations).
 #include "weight_only.cuh"
 
 // Which tokens a tile holds: consecutive ones; those of pairs (token, choice) sorted by expert; or the sorted pairs
@@ -68,8 +69,8 @@ DEVICE void multiply_tile(float (&sums)[2][PARTS][4], const WeightRows (&rows)[2
     }
 }
 #else
-// sums += a tile's products, for the tile's first 8 USED tokens. operands: of two steps, rows of two parts of 16 each as for
-// m16n8k16, which may still be in use when this returns.
+// sums += a tile's products, for the tile's first 8 USED tokens. operands: of two steps, rows of two parts of 16 each
+// as for m16n8k16, which may still be in use when this returns.
 template <int USED>
 DEVICE void multiply_tile(float (&sums)[2][PARTS][4], const WeightRows (&rows)[2], u32 (&operands)[2][2][4],
                           const unsigned char* stage) {
@@ -170,7 +171,8 @@ DEVICE void store_results(float (&sums)[2][PARTS][4], unsigned char* staged, con
             const float(&own)[4] = sums[PAIRED ? 1 : m][n], (&gate)[4] = sums[0][n];
             const int feature = member / 32 * WARP_FEATURES + m * 16 + 2 * t;
 #if OUTPUT_FP8
-            // Of features g and g + 8, for two tokens; behind the transposition of features 2 t, 2 t + 1 and 8 more, of one.
+            // Of features g and g + 8, for two tokens; behind the transposition of features 2 t, 2 t + 1 and 8 more, of
+            // one.
             u32 pairs[2];
 #pragma unroll
             for (int e = 0; e < 2; e++)
@@ -220,8 +222,8 @@ DEVICE void store_sums(float (&sums)[2][PARTS][4], const int* out_rows, int coun
 
 // What a warp multiplies: `steps` tiles of weights, two parts of 16 rows each, and of activations.
 struct Work {
-    // Weights of both parts and x. Offsets in chunks: of the lane's codes of the first part; of the thread's chunk of its rows
-    // of x.
+    // Weights of both parts and x. Offsets in chunks: of the lane's codes of the first part; of the thread's chunk of
+    // its rows of x.
     const uint4 *weights[2], *x;
     int codes, x_offsets[X_COPIES];
     unsigned char* stages;
@@ -315,14 +317,14 @@ struct Work {
 
 KERNEL(THREADS, MIN_CTAS)
 weight_only_gemm(
-    // x [tokens, in_features], rows x_stride elements apart; weight [experts, row tiles, column tiles, TILE_BYTES] and, for SwiGLU,
-    // its gate; their fp32 scales [experts], null for 16-bit weights
+    // x [tokens, in_features], rows x_stride elements apart; weight [experts, row tiles, column tiles, TILE_BYTES] and,
+    // for SwiGLU, its gate; their fp32 scales [experts], null for 16-bit weights
     const void* x, const unsigned char* weight, const float* scale, const unsigned char* gate,
     const float* gate_scale,
     // tiles [token tiles, 3]: expert, first of `order`, count; order [pairs]: pairs sorted by expert; null where dense
     const int* tiles, const int* order, int tokens, int x_stride, int in_features, int out_features, int top_k,
-    // units of e4m3 activations, null where there are none: fp32 of x, [1] where tokens are gathered, else [experts]; of out
-    // [experts]
+    // units of e4m3 activations, null where there are none: fp32 of x, [1] where tokens are gathered, else [experts];
+    // of out [experts]
     const float* x_unit, const float* out_unit,
     // [tokens or pairs, out_features], dense
     void* out) {
