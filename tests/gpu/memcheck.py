@@ -70,6 +70,8 @@ if __name__ == "__main__":
     launch.geo.window_blocks = lambda config, rows, arch: config.blocks_x // dict(config.defines).get("MAX_PARTS", 1)
     for geometry, settings in SEVERAL_PARTS:
         check(geometry, settings)
+    launch.PAIRED_CONV_ROWS = 2  # two rows of decode share a block
+    check(ConvGeometry(1048, 4), ReplaySettings(max_window=1))
     check_everything("cuda:0")
     print("packed products", flush=True)
     # Kernels between products and around captured steps: their tests are as small.

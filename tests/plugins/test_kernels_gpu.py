@@ -88,6 +88,14 @@ def test_matches_the_reference(case: str) -> None:
     assert_close(compare(steps, launch, 24 if case in ODD else 8), steps)
 
 
+def test_rows_of_decode_that_share_the_blocks_of_a_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows have them: pairs of decode rows, and pairs with a prompt, padding or an invalid row."""
+    monkeypatch.setattr(launch, "PAIRED_CONV_ROWS", 2)
+    steps = make("conv-qwen", rows=4)
+    assert launch.conv_rows(steps.rows, allocate_state(steps.geometry, steps.settings, 1)) == 2
+    assert_close(compare(steps, launch, 24), steps)
+
+
 @pytest.mark.parametrize(
     ("case", "count"),
     [
