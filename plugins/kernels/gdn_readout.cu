@@ -300,7 +300,7 @@ gdn_readout(
     TiledQueries queries;
     queries.set(shared.half_queries);
     solve_tiled(own_readout.first, STATE_ROWS((int)slot_now).from(index_now * CTA_ROWS),
-                TiledPlaces(own_units, own_v, own_u, history), queries, coefficients, history, has_state);
+                TiledPlaces(own_units, own_v, own_u), queries, coefficients, history, has_state);
     sync_warp();
     let_next_grid_start();
     const long long own_place = offset_of((int)slot_now, ring_u_stride) +

@@ -1,7 +1,7 @@
-// Pieces of gdn_readout.cu for windows of two to eight tokens over an nvfp4 readout. Tokens are the rows of every product of
-// the matrix unit, rows 0 to 7 their k and rows 8 to 15 their q, and state rows are its columns: what one product leaves in a
-// lane is what the next takes, down to the window's own triangular system. A warp goes through its state rows 16 by 16 and
-// needs no other after the history has arrived.
+// Pieces of gdn_readout.cu for windows of two to eight tokens over an nvfp4 readout. State rows are the rows of every product
+// of the matrix unit and the window's tokens its columns, those of k in one, of q in another: what one product leaves in a
+// lane is what the next takes as its first operand, down to the window's own triangular system. A warp goes through its state
+// rows 16 by 16 and, but for its head's coefficients, needs no other after the history has arrived.
 #pragma once
 #include "gdn_readout_rows.cuh"
 
@@ -42,7 +42,10 @@ struct TiledRows {
     }
 };
 
-DEVICE const unsigned char* lane_blocks(const StateRows& rows) { return rows.block_scales + threadIdx.x % 32u / 4 * BLOCK_SCALE_BYTES; }
+// The lane's scales of blocks, of row g.
+DEVICE const unsigned char* lane_blocks(const StateRows& rows) {
+    return rows.block_scales + threadIdx.x % 32u / 4 * BLOCK_SCALE_BYTES;
+}
 
 // The same of a warp that begins, with the scales of all of its rows.
 struct TiledReadout {
@@ -67,8 +70,8 @@ struct TiledReadout {
     }
 };
 
-// The window's queries of the state as the first operand of every step, in fp16. They are read again for every 16 rows: kept,
-// they would cost 32 registers.
+// The window's queries of the state as the second operands of every step, in fp16: k and q of token g, columns 4 t and 4 t + 1,
+// then both of the next two. They are read again for every 16 rows: kept, they would cost 32 registers.
 struct TiledQueries {
     const uint4* at;
 
@@ -79,6 +82,23 @@ struct TiledQueries {
     DEVICE_MEMBER uint4 operator()(int step) const { return at[4 * step]; }
 };
 
+// As build_fold_keys, in the place of the tokens, TOKEN_STRIDE elements apart.
+DEVICE void replace_by_fold_keys(uint4* tokens) {
+    constexpr int COUNT = TOKEN_STEPS * PAIRS, OWN = (COUNT + WARPS - 1) / WARPS;
+    static_assert(2 * TOKEN_ROWS * TOKEN_STRIDE >= FOLD_KEYS_SIZE, "keys take the place of tokens");
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint4 own[OWN][2];
+#pragma unroll
+    for (int i = 0; i < OWN; i++)
+        if (COUNT % WARPS == 0 || i * WARPS + warp < COUNT)
+            fold_keys_of<TOKEN_STRIDE>(own[i], (const activation_t*)tokens, i * WARPS + warp);
+    sync_threads();
+#pragma unroll
+    for (int i = 0; i < 2 * OWN; i++)
+        if (COUNT % WARPS == 0 || i / 2 * WARPS + warp < COUNT)
+            tokens[(2 * (i / 2 * WARPS + warp) + i % 2) * 32 + lane] = own[i / 2][i % 2];
+}
+
 // Where the warps of a head each compute a part of its coefficients for all of them.
 constexpr bool SHARED_COEFFICIENTS = TILED && CTAS_PER_HEAD > 1 && WARPS % CTAS_PER_HEAD == 0;
 struct SharedCoefficients {
@@ -87,16 +107,21 @@ struct SharedCoefficients {
 
 // What a head's window is multiplied by besides its queries.
 struct TiledCoefficients {
-    SplitPair past[TOKEN_STEPS][4];  // of u of the history's tokens: [k of 2 t.., q of 2 t.., k of 2 t + 8.., q of 2 t + 8..]
-    SplitPair u, output;             // of v less what the state and the history predict: for u less that, and for outputs
-    float of_k, of_q;                // of the state
+    // The lane's part of second operands, of window token g. Of u of the history's tokens: [for k of 2 t and 2 t + 1, for q of
+    // these, for k of 2 t + 8 and 2 t + 9, for q of these].
+    SplitPair past[TOKEN_STEPS][4];
+    SplitPair u, output;  // of v less what the state and the history predict: for u less that, and for outputs
+    float of_k[2], of_q[2];  // of the state, for tokens 2 t and 2 t + 1
 
     // queries: of the window; keys: of the history. decays: of the state up to a window token. shared: of the head.
     DEVICE_MEMBER void compute(const activation_t* queries, const activation_t* keys, const Gates& gates,
                                const float (&decays)[MAX_WINDOW], int history, SharedCoefficients* shared) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % CTAS_PER_HEAD;
-        const int token = token_of(lane / 4);
-        of_k = -decays[token], of_q = decays[token] * QUERY_SCALE;
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const float decay = decays[token_of(lane % 4 * 2 + e)];
+            of_k[e] = -decay, of_q[e] = decay * QUERY_SCALE;
+        }
         if (history && (!SHARED_COEFFICIENTS || part == 0)) of_past(queries, keys, gates);
         if (!SHARED_COEFFICIENTS || part == 1) of_window(queries, gates);
         if constexpr (!SHARED_COEFFICIENTS) return;
@@ -150,7 +175,8 @@ struct TiledCoefficients {
                 const float* past_decay = gates.past + 16 * step + 8 * n + 2 * t;
                 const float first = past_decay[0] * decay, second = past_decay[1] * decay;
                 past[step][2 * n].split(-score[step][n][0] * first, -score[step][n][1] * second);
-                past[step][2 * n + 1].split(score[step][n][2] * (first * QUERY_SCALE), score[step][n][3] * (second * QUERY_SCALE));
+                past[step][2 * n + 1].split(score[step][n][2] * (first * QUERY_SCALE),
+                                            score[step][n][3] * (second * QUERY_SCALE));
             }
     }
     DEVICE_MEMBER void of_window(const activation_t* queries, const Gates& gates) {
@@ -202,22 +228,26 @@ struct TiledCoefficients {
     }
 };
 
-// sums[n] = queries . rows 8 n to 8 n + 7 of 16 of the readout, without the rows' scales.
-DEVICE void multiply_tiles(float (&sums)[2][4], const TiledRows& rows, const TiledQueries& queries) {
+// What a lane has of 16 rows: rows g and g + 8, of tokens 2 t and 2 t + 1 each.
+struct TiledSums {
+    float of_k[4], of_q[4];
+};
+
+// products = 16 rows of the readout . queries, without the rows' scales.
+DEVICE void multiply_tiles(TiledSums& products, const TiledRows& rows, const TiledQueries& queries) {
 #pragma unroll
     for (int pair = 0; pair < PAIRS; pair++) {
-        const uint4 q[2] = {queries(2 * pair), queries(2 * pair + 1)};
+        u32 codes[2][4], scales[2];
 #pragma unroll
-        for (int n = 0; n < 2; n++) {
-            u32 codes[4];
-            widen_codes(rows.words[n][pair], codes);
-            const u32 scales = rows.scale_pair(n, pair);
+        for (int n = 0; n < 2; n++) widen_codes(rows.words[n][pair], codes[n]), scales[n] = rows.scale_pair(n, pair);
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const u32 scale = both_halves(scales, i);
-                mma_16bit<FORMAT_FP16>(sums[n], q[i].x, q[i].y, q[i].z, q[i].w, multiply_fp16(codes[2 * i], scale),
-                                       multiply_fp16(codes[2 * i + 1], scale));
-            }
+        for (int i = 0; i < 2; i++) {
+            const uint4 q = queries(2 * pair + i);
+            u32 a[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) a[j] = multiply_fp16(codes[j % 2][2 * i + j / 2], both_halves(scales[j % 2], i));
+            mma_16bit<FORMAT_FP16>(products.of_k, a[0], a[1], a[2], a[3], q.x, q.z);
+            mma_16bit<FORMAT_FP16>(products.of_q, a[0], a[1], a[2], a[3], q.y, q.w);
         }
     }
 }
@@ -231,79 +261,79 @@ struct TiledPlaces {
     activation_t* outputs;
     u16* u;
 
-    DEVICE_MEMBER TiledPlaces(const float* own_units, activation_t* own_v, u16* own_u, int history) {
+    DEVICE_MEMBER TiledPlaces(const float* own_units, activation_t* own_v, u16* own_u) {
         const int lane = threadIdx.x % 32;
-        const bool is_short = is_short_history(history);
         v = own_v + token_of(lane % 8) * V_STRIDE + (lane & 8);
-        past_u = own_u + (is_short ? lane % 8 : lane % 16) * OWN_STRIDE + (is_short ? lane & 8 : lane / 16 * 8);
-        units = own_units + lane % 4 * 2;
+        past_u = own_u + (lane % 8 + lane / 16 * 8) * OWN_STRIDE + (lane & 8);
+        units = own_units + lane / 4;
         outputs = own_v + (lane % 8 < V_ROWS ? lane % 8 : V_ROWS - 1) * V_STRIDE + (lane & 8);
         u = own_u + ((U_PLANES == 2 ? lane / 16 * TOKEN_ROWS : 0) + lane % 8) * OWN_STRIDE + (lane & 8);
     }
     DEVICE_MEMBER void advance(int rows) { v += rows, past_u += rows, units += rows, outputs += rows, u += rows; }
 };
 
-// u and outputs of 16 rows, `row` further on.
-DEVICE void solve_tiles(const float (&products)[2][4], const TiledPlaces& at, int row, const TiledCoefficients& c, int history) {
-    u32 values[2], u[4], output[2];
-    load_matrix_x2(values, at.v + row);
-    float sums[2][4];
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-        const float2 unit = *(const float2*)(at.units + row + 8 * n);
-        sums[n][0] = multiply_add(products[n][0], unit.x * c.of_k, activation_low(values[n]));
-        sums[n][1] = multiply_add(products[n][1], unit.y * c.of_k, activation_high(values[n]));
-        sums[n][2] = products[n][2] * (unit.x * c.of_q), sums[n][3] = products[n][3] * (unit.y * c.of_q);
-    }
-    if (history == 0) {
-        // It adds nothing.
-    } else if (is_short_history(history)) {
+// sums += u of the history . its coefficients; past_u: of the 16 rows.
+DEVICE void add_past(TiledSums& sums, const u16* past_u, const TiledCoefficients& c, int history) {
+    if (history == 0) return;
+    if (is_short_history(history)) {
 #pragma unroll
         for (int plane = 0; plane < U_PLANES; plane++) {
-            const SplitPair(&a)[4] = c.past[0];
-            u32 b[2];
-            load_matrix_x2_transposed(b, at.past_u + plane * TOKEN_ROWS * OWN_STRIDE + row);
-#pragma unroll
-            for (int n = 0; n < 2; n++) {
-                mma_bf16_half(sums[n], a[0].high, a[1].high, b[n]);
-                // The low halves' product is below fp32's rounding.
-                if (plane == 0) mma_bf16_half(sums[n], a[0].low, a[1].low, b[n]);
-            }
+            u32 a[2];
+            load_matrix_x2_transposed(a, past_u + plane * TOKEN_ROWS * OWN_STRIDE);
+            mma_bf16_half(sums.of_k, a[0], a[1], c.past[0][0].high);
+            mma_bf16_half(sums.of_q, a[0], a[1], c.past[0][1].high);
+            if (plane) continue;  // the low halves' product is below fp32's rounding
+            mma_bf16_half(sums.of_k, a[0], a[1], c.past[0][0].low);
+            mma_bf16_half(sums.of_q, a[0], a[1], c.past[0][1].low);
         }
-    } else {
-#pragma unroll
-        for (int plane = 0; plane < U_PLANES; plane++)
-#pragma unroll
-            for (int step = 0; step < TOKEN_STEPS; step++) {
-                const SplitPair(&a)[4] = c.past[step];
-                u32 b[4];
-                load_matrix_x4_transposed(b, at.past_u + (plane * TOKEN_ROWS + 16 * step) * OWN_STRIDE + row);
-#pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    mma_16bit<FORMAT_BF16>(sums[n], a[0].high, a[1].high, a[2].high, a[3].high, b[2 * n], b[2 * n + 1]);
-                    if (plane == 0) mma_16bit<FORMAT_BF16>(sums[n], a[0].low, a[1].low, a[2].low, a[3].low, b[2 * n], b[2 * n + 1]);
-                }
-            }
+        return;
     }
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
-        SplitPair error, own;
-        float(&d)[4] = sums[n];
-        error.split(d[0], d[1]);
-        const u32 high = transpose_matrix(error.high), low = transpose_matrix(error.low);
-        mma_bf16_half(d, c.u.low, c.output.low, high);
-        mma_bf16_half(d, c.u.high, c.output.high, low);
-        mma_bf16_half(d, c.u.high, c.output.high, high);
-        own.split(d[0], d[1]);
-        u[n] = own.high, u[2 + n] = own.low;
-        output[n] = pack_activation(d[2], d[3]);
+    for (int plane = 0; plane < U_PLANES; plane++)
+#pragma unroll
+        for (int step = 0; step < TOKEN_STEPS; step++) {
+            const SplitPair(&b)[4] = c.past[step];
+            u32 a[4];
+            load_matrix_x4_transposed(a, past_u + (plane * TOKEN_ROWS + 16 * step) * OWN_STRIDE);
+            mma_16bit<FORMAT_BF16>(sums.of_k, a[0], a[1], a[2], a[3], b[0].high, b[2].high);
+            mma_16bit<FORMAT_BF16>(sums.of_q, a[0], a[1], a[2], a[3], b[1].high, b[3].high);
+            if (plane) continue;
+            mma_16bit<FORMAT_BF16>(sums.of_k, a[0], a[1], a[2], a[3], b[0].low, b[2].low);
+            mma_16bit<FORMAT_BF16>(sums.of_q, a[0], a[1], a[2], a[3], b[1].low, b[3].low);
+        }
+}
+
+// u and outputs of 16 rows, `row` further on, from the state's products.
+DEVICE void solve_tiles(TiledSums& sums, const TiledPlaces& at, int row, const TiledCoefficients& c, int history) {
+    u32 values[2];
+    load_matrix_x2_transposed(values, at.v + row);
+    const float unit[2] = {at.units[row], at.units[row + 8]};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float value = i % 2 ? activation_high(values[i / 2]) : activation_low(values[i / 2]);
+        sums.of_k[i] = multiply_add(sums.of_k[i], unit[i / 2] * c.of_k[i % 2], value);
+        sums.of_q[i] *= unit[i / 2] * c.of_q[i % 2];
     }
+    add_past(sums, at.past_u + row, c, history);
+    // What the state and the history leave of v, as a first operand: its high halves, then its low ones.
+    SplitPair error[2], own[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) error[i].split(sums.of_k[2 * i], sums.of_k[2 * i + 1]);
+    mma_bf16_half(sums.of_k, error[0].high, error[1].high, c.u.low);
+    mma_bf16_half(sums.of_q, error[0].high, error[1].high, c.output.low);
+    mma_16bit<FORMAT_BF16>(sums.of_k, error[0].high, error[1].high, error[0].low, error[1].low, c.u.high, c.u.high);
+    mma_16bit<FORMAT_BF16>(sums.of_q, error[0].high, error[1].high, error[0].low, error[1].low, c.output.high, c.output.high);
+#pragma unroll
+    for (int i = 0; i < 2; i++) own[i].split(sums.of_k[2 * i], sums.of_k[2 * i + 1]);
     // All of the warp have read the history's u and v of these rows: matrix loads are the warp's together.
-    if constexpr (U_PLANES == 2)
-        store_matrix_x4(at.u + row, u);
-    else
-        store_matrix_x2(at.u + row, u[0], u[1]);
-    store_matrix_x2(at.outputs + row, output[0], output[1]);
+    if constexpr (U_PLANES == 2) {
+        const u32 u[4] = {own[0].high, own[1].high, own[0].low, own[1].low};
+        store_matrix_x4_transposed(at.u + row, u);
+    } else {
+        store_matrix_x2_transposed(at.u + row, own[0].high, own[1].high);
+    }
+    store_matrix_x2_transposed(at.outputs + row, pack_activation(sums.of_q[0], sums.of_q[1]),
+                               pack_activation(sums.of_q[2], sums.of_q[3]));
 }
 
 // u and outputs of all of the warp's rows, which take the places of the history's first u and of v. first: of the rows 0 to 15.
@@ -312,9 +342,9 @@ DEVICE void solve_tiled(const TiledRows& first, const StateRows& rows, TiledPlac
     const unsigned char *codes = lane_codes(rows), *blocks = lane_blocks(rows);
     TiledRows even = first, odd;
     const auto solve_16 = [&](const TiledRows& own, int row) {
-        float products[2][4] = {};
-        if (has_state) multiply_tiles(products, own, queries);
-        solve_tiles(products, at, row, c, history);
+        TiledSums sums = {};
+        if (has_state) multiply_tiles(sums, own, queries);
+        solve_tiles(sums, at, row, c, history);
     };
 #pragma unroll 1
     for (int m = 0; m < M_TILES; m += 2) {

@@ -267,7 +267,8 @@ DEVICE bool is_short_history(int history) {
     return TILED && TOKEN_STEPS == 1 && BUFFER_LEN >= 8 + MAX_WINDOW && history <= 8;
 }
 
-// Copies u of the history for the warp's rows; zeros beyond it, a short one's to eight. ring: of the slot, at the warp's first row.
+// Copies u of the history for the warp's rows; zeros beyond it, a short one's to eight. ring: of the slot, at the warp's first
+// row.
 DEVICE void stage_u(u16* to, const u16* ring, int first_entry, int history) {
     constexpr u32 CHUNKS = CTA_ROWS / 8, ROW_CHUNKS = U_PLANES * CHUNKS, ENTRY_BYTES = HEADS * U_PLANES * ROWS * 2;
     const u32 lane = threadIdx.x % 32u;
@@ -292,23 +293,6 @@ DEVICE void stage_u(u16* to, const u16* ring, int first_entry, int history) {
             copy(to + ((plane * TOKEN_ROWS + token) * OWN_STRIDE + offset), ring + (plane * ROWS + offset), token);
         }
     }
-}
-
-// As build_fold_keys, in the place of the tokens, TOKEN_STRIDE elements apart.
-DEVICE void replace_by_fold_keys(uint4* tokens) {
-    constexpr int COUNT = TOKEN_STEPS * PAIRS, OWN = (COUNT + WARPS - 1) / WARPS;
-    static_assert(2 * TOKEN_ROWS * TOKEN_STRIDE >= FOLD_KEYS_SIZE, "keys take the place of tokens");
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint4 own[OWN][2];
-#pragma unroll
-    for (int i = 0; i < OWN; i++)
-        if (COUNT % WARPS == 0 || i * WARPS + warp < COUNT)
-            fold_keys_of<TOKEN_STRIDE>(own[i], (const activation_t*)tokens, i * WARPS + warp);
-    sync_threads();
-#pragma unroll
-    for (int i = 0; i < 2 * OWN; i++)
-        if (COUNT % WARPS == 0 || i / 2 * WARPS + warp < COUNT)
-            tokens[(2 * (i / 2 * WARPS + warp) + i % 2) * 32 + lane] = own[i / 2][i % 2];
 }
 
 // Folds the history, whose keys lie in `fold_keys` already, into the warp's rows and stores them.

@@ -328,6 +328,32 @@ DEVICE void store_matrix_x2(void* row, u32 r0, u32 r1) {
 #endif
 }
 
+// The same of elements that a transposing load would give.
+DEVICE void store_matrix_x4_transposed(void* row, const u32 (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(row)), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+#else
+    u32 plain[4];
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+        asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(plain[m]) : "r"(r[m]));
+    store_matrix_x4(row, plain);
+#endif
+}
+DEVICE void store_matrix_x2_transposed(void* row, u32 r0, u32 r1) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(shared_address(row)), "r"(r0), "r"(r1)
+                 : "memory");
+#else
+    u32 plain[2];
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(plain[0]) : "r"(r0));
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(plain[1]) : "r"(r1));
+    store_matrix_x2(row, plain[0], plain[1]);
+#endif
+}
+
 // Transposes a matrix of 8 x 8 16-bit elements that the warp holds as the loads above give it.
 DEVICE u32 transpose_matrix(u32 word) {
     u32 result;

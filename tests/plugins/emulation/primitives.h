@@ -330,6 +330,16 @@ DEVICE void store_matrix_x2(void* row, u32 r0, u32 r1) {
     const u32 r[2] = {r0, r1};
     emulation::store_matrix<2>(row, r);
 }
+DEVICE u32 transpose_matrix(u32 word);
+DEVICE void store_matrix_x4_transposed(void* row, const u32 (&r)[4]) {
+    u32 plain[4];
+    for (int m = 0; m < 4; m++) plain[m] = transpose_matrix(r[m]);
+    store_matrix_x4(row, plain);
+}
+DEVICE void store_matrix_x2_transposed(void* row, u32 r0, u32 r1) {
+    const u32 first = transpose_matrix(r0);
+    store_matrix_x2(row, first, transpose_matrix(r1));
+}
 DEVICE u32 e4m3_pair_to_fp16(u32 word, bool high) {
     const u32 pair = high ? word >> 16 : word;
     return ((pair & 255u) | (pair >> 8 & 255u) << 16) * 128u + 0x20002000u;
