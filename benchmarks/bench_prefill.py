@@ -1,11 +1,13 @@
 """Prefill of one layer: our chunked kernels, the same rows walked token by token, and the peers' chunked kernels.
 
-    python benchmarks/bench_prefill.py [--geometries nano4b,qwen4b] [--batches 1,8] [--tokens 4096] [--tune]
+    python benchmarks/bench_prefill.py [--geometries nano4b,qwen4b] [--batches 1,8] [--tokens 4096]
+                                     [--format float16:stochastic:nvfp4] [--tune]
 
 Rows of `tokens` tokens from an empty sequence, whose final state is kept. Bytes are the inputs, the outputs and the
 state, each moved once; the ceiling is that of reading and writing. Inputs and outputs rotate through more memory than
 any cache holds. Outputs are compared with the fp64 recurrence, on some heads, before anything is timed: a peer that
-multiplies in bf16 is right within 1e-2, ours within the rounding of its outputs. --tune: measure every launch geometry.
+multiplies in bf16 is right within 1e-2, ours within the rounding of its outputs. --format: of the state, which peers
+keep in fp32. --tune: measure every launch geometry.
 """
 
 from __future__ import annotations
@@ -132,7 +134,8 @@ def measure(results: Results, name: str, batch: int, tokens: int, settings: Repl
         results.add(
             timing, prompt.nbytes, copy_ceiling(),
             op=f"{prompt.geometry.kind}_prefill", geometry=name, batch=batch, window=tokens,
-            state_dtype=settings.state_dtype, readout_dtype="same", L=settings.buffer_len, fill="prefill",
+            state_dtype=settings.state_dtype, state_rounding=settings.state_rounding,
+            readout_dtype=settings.readout_dtype, L=settings.buffer_len, fill="prefill",
             variant=key, correct=True, error=round(error, 6),
         )  # fmt: skip
     assert int(prompt.state.error_flag) == 0
@@ -143,9 +146,13 @@ if __name__ == "__main__":
     parser.add_argument("--geometries", default="nano4b,super120b,qwen4b,qwen122b")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--format", default="float32", help="state_dtype, or state_dtype:state_rounding:readout_dtype")
     parser.add_argument("--tune", action="store_true")
     arguments = parser.parse_args()
-    settings = ReplaySettings(max_window=5, max_seq_len=1 << 20)
+    state, rounding, readout = (*arguments.format.split(":"), "nearest", "same")[:3]
+    settings = ReplaySettings(
+        max_window=5, max_seq_len=1 << 20, state_dtype=state, state_rounding=rounding, readout_dtype=readout
+    )
     results = Results("prefill")
     for name in arguments.geometries.split(","):
         for batch in map(int, arguments.batches.split(",")):

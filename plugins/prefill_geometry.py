@@ -8,6 +8,7 @@ from typing import NamedTuple
 from replayssm.plugins import geometry as geo
 from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry, ReplaySettings
 from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError, round_up
+from replayssm.plugins.readout_geometry import READOUTS
 
 MAX_COLUMNS = 128
 """State columns that a warp of 16 rows holds in registers."""
@@ -50,16 +51,18 @@ def prefill_config(
     _check(geometry, settings, columns)
     limits = geo.architecture(arch)
     capacity = min(limits.shared_per_block, geo.EMBEDDED_SHARED_BYTES) if embedded else limits.shared_per_block
+    staged = geo.uses_readout(settings)
     candidates = [count for count in geo.row_candidates(headdim, geometry.row_tiles) if cta_rows in (None, count)]
     chosen = next(
-        (one for one in ([variant] if variant else VARIANTS) if _fitting(geometry, candidates, one, capacity)), None
+        (one for one in ([variant] if variant else VARIANTS) if _fitting(geometry, staged, candidates, one, capacity)),
+        None,
     )
     if chosen is None:
         raise UnsupportedGeometryError(
             f"{geometry.kind}_prefill: no block of {cta_rows or candidates} rows of {headdim} x {columns} fits "
             f"{capacity} bytes of shared memory"
         )
-    fitting = _fitting(geometry, candidates, chosen, capacity)
+    fitting = _fitting(geometry, staged, candidates, chosen, capacity)
     # Of equals the smallest that is no waste. H200, qwen4b, 4,096 tokens of one prompt: 303 us at 32 rows, 318 at 64.
     count = min(
         fitting,
@@ -72,7 +75,7 @@ def prefill_config(
         "CTA_ROWS": count,
         "BUFFER_LEN": settings.buffer_len,
         "MAX_WINDOW": settings.max_window,
-        "STATE_FORMAT": geo.FORMATS[settings.state_dtype],
+        "STATE_FORMAT": geo.STATE_FORMATS[settings.state_dtype],
         "ACTIVATION_FORMAT": geo.FORMATS[settings.activation_dtype],
         "BULK_COPY": 0,
         "AHEAD_ROWS": 0,
@@ -82,6 +85,9 @@ def prefill_config(
         "MIN_CTAS": 1,
         "SHARED_BYTES": shared_bytes,
     }
+    if staged:
+        stochastic = int(settings.state_rounding == "stochastic")
+        defines |= {"READOUT_FORMAT": READOUTS[settings.readout_dtype], "STOCHASTIC": stochastic}
     if geometry.kind == "gdn":
         defines |= {"U_PLANES": settings.u_planes[0], "U_EXACT": 0}
     threads = 32 * (_state_warps(count) + chosen.preparing_warps)
@@ -103,27 +109,22 @@ def prefill_config_or_none(
 def _check(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, columns: int) -> None:
     if settings.is_baseline or settings.serial_exact:
         raise UnsupportedGeometryError("the baseline and serial-exact mode walk prefill rows token by token")
-    if settings.state_dtype not in geo.FORMATS or settings.readout_dtype != "same":
-        raise UnsupportedGeometryError(
-            f"{geometry.kind}_prefill does not write {settings.state_dtype} checkpoints with {settings.readout_dtype} "
-            "readouts"
-        )
-    if settings.state_rounding != "nearest":
-        raise UnsupportedGeometryError(f"{geometry.kind}_prefill rounds the checkpoint to nearest only")
     geo.window_config(geometry, settings, 90)  # raises for what the window kernel does not cover either
     if columns > MAX_COLUMNS:
         raise UnsupportedGeometryError(f"{geometry.kind}_prefill holds at most {MAX_COLUMNS} columns, got {columns}")
 
 
 def _fitting(
-    geometry: Mamba2Geometry | GdnGeometry, candidates: list[int], variant: Variant, capacity: int
+    geometry: Mamba2Geometry | GdnGeometry, staged: bool, candidates: list[int], variant: Variant, capacity: int
 ) -> dict[int, tuple[bool, int]]:
-    """Rows of a block -> (swizzle, bytes) of shared memory, without a swizzle where that fits."""
+    """Rows of a block -> (swizzle, bytes) of shared memory, without a swizzle where that fits. staged: at the end the
+    state's rows go through it in fp32."""
     found = {}
     for count in candidates:
         for swizzle in (False, True) if geometry.state_shape[2] % 64 == 0 else (False,):
             nbytes = _shared_bytes(geometry, count, variant, swizzle)
-            if nbytes <= capacity:
+            stage = 16 * _state_warps(count) * geometry.state_shape[2] * 4 if staged else 0
+            if stage <= nbytes <= capacity:
                 found[count] = (swizzle, nbytes)
                 break
     return found

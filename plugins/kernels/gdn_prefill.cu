@@ -10,6 +10,7 @@
 #define CHUNK_BETA 1
 #include "gdn_window.cuh"
 #include "chunk_prepare.cuh"
+#include "chunk_store.cuh"
 #include "gdn_parameters.cuh"
 
 struct Shared {
@@ -384,10 +385,21 @@ gdn_prefill(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
         return;
     }
     const int rows = CTA_ROWS - warp * 16;
-    const long long state_offset = slot * checkpoint_stride + (long long)v_column * COLUMNS;
     float s[COLUMN_TILES][4];
+    activation_t* const output = o + start * (HEADS * ROWS) + v_column;
+#ifdef READOUT_FORMAT
+    const StateRows state = STATE_ROWS(row.slot).from(v_column);
+    load_rows(s, state, rows, row.checkpoint_position > 0);
+    walk(shared, in, first, s, output, rows);
+    // All warps have used what the tokens' buffers hold.
+    static_assert(WARPS * STORE_SIZE <= sizeof(Shared), "warps stage their rows there");
+    store_rows(s, (float*)(memory + warp * STORE_SIZE), state, rows, own_row,
+               ROUNDING_KEY(block.head, row.seq_len + row.length));
+#else
+    const long long state_offset = slot * checkpoint_stride + (long long)v_column * COLUMNS;
     load_state(s, checkpoint_in + state_offset, rows, row.checkpoint_position > 0);
-    walk(shared, in, first, s, o + start * (HEADS * ROWS) + v_column, rows);
+    walk(shared, in, first, s, output, rows);
     store_state(s, checkpoint + state_offset, rows);
+#endif
     if (threadIdx.x < CTA_TILES) position[slot * position_stride + block.tile + threadIdx.x] = row.seq_len + row.length;
 }

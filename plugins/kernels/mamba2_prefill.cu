@@ -9,6 +9,7 @@
 #define COLUMNS DSTATE
 #define CHUNK_BETA 0
 #include "chunk_prepare.cuh"
+#include "chunk_store.cuh"
 #include "mamba2_parameters.cuh"
 
 struct Shared {
@@ -231,10 +232,21 @@ mamba2_prefill(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
         return;
     }
     const int rows = CTA_ROWS - warp * 16;
-    const long long state_offset = slot * checkpoint_stride + (long long)own_row * COLUMNS;
     float s[COLUMN_TILES][4];
+    activation_t* const output = y + start * (HEADS * ROWS) + own_row;
+#ifdef READOUT_FORMAT
+    const StateRows state = STATE_ROWS(row.slot).from(own_row);
+    load_rows(s, state, rows, row.checkpoint_position > 0);
+    walk(shared, in, first, s, output, rows);
+    // All warps have used what the tokens' buffers hold.
+    static_assert(WARPS * STORE_SIZE <= sizeof(Shared), "warps stage their rows there");
+    store_rows(s, (float*)(memory + warp * STORE_SIZE), state, rows, own_row % ROWS,
+               ROUNDING_KEY(block.head, row.seq_len + row.length));
+#else
+    const long long state_offset = slot * checkpoint_stride + (long long)own_row * COLUMNS;
     load_state(s, checkpoint_in + state_offset, rows, row.checkpoint_position > 0);
-    walk(shared, in, first, s, y + start * (HEADS * ROWS) + own_row, rows);
+    walk(shared, in, first, s, output, rows);
     store_state(s, checkpoint + state_offset, rows);
+#endif
     if (threadIdx.x < CTA_TILES) position[slot * position_stride + block.tile + threadIdx.x] = row.seq_len + row.length;
 }

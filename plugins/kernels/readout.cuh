@@ -40,7 +40,9 @@ constexpr int READOUT_EXPONENT = NVFP4 ? 14 + 8 : WIDE ? 0 : 8;
 constexpr bool PLAIN_QUERIES = WIDE && STATE_FORMAT == FORMAT_BF16;
 
 static_assert(COLUMNS % 32 == 0 && TILE_ROWS % 8 == 0, "words of 8 codes; eight rows belong to one tile");
+#ifdef CTA_WARPS  // prefill kernels have one head a block
 static_assert(HEADS_PER_GROUP * CTAS_PER_HEAD % WARPS == 0, "the warps of a block share a group");
+#endif
 static_assert(!WIDE || STATE_FORMAT == FORMAT_FP16 || ACTIVATION_FORMAT == FORMAT_BF16, "fp32 has the window kernels");
 
 // The exact power of two of an fp32 exponent field 1 to 254; NaN for 255.

@@ -1,5 +1,6 @@
 // The state parts of the readout kernels in contract.state_parts' order, which depend on the formats.
 #pragma once
+#include "formats.cuh"
 
 #if STOCHASTIC
 #define ROUNDING_SCALARS int rounding_seed,

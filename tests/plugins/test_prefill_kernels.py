@@ -17,6 +17,7 @@ from replayssm.plugins.contract import ErrorBit, GdnGeometry, Mamba2Geometry, Re
 from replayssm.plugins.geometry import UnsupportedGeometryError
 from replayssm.plugins.prefill_geometry import Variant, prefill_config, prefill_config_or_none
 from replayssm.plugins.reference import recurrence
+from replayssm.plugins.reference.formats import RandomKey, encode_checkpoint, encode_readout
 from replayssm.plugins.state import allocate_state
 
 sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
@@ -27,6 +28,7 @@ emulation = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulatio
 
 MAMBA2, GDN = Mamba2Geometry(2, 40, 64, 1), GdnGeometry(1, 2, 64, 48)
 FP16 = {"state_dtype": "float16", "activation_dtype": "float16"}
+NVFP4 = {"state_dtype": "float16", "state_rounding": "stochastic", "readout_dtype": "nvfp4"}
 CASES = {
     "mamba2": (MAMBA2, {}, Variant(64, 3)),
     "mamba2-32": (Mamba2Geometry(2, 48, 128, 2), {"state_dtype": "bfloat16", "buffer_len": 32}, Variant(32, 2)),
@@ -34,6 +36,10 @@ CASES = {
     "gdn": (GDN, {}, Variant(64, 2)),
     "gdn-32": (GdnGeometry(1, 1, 128, 64), {"u_format": "bfloat16", "buffer_len": 4}, Variant(32, 2)),
     "gdn-fp16": (GdnGeometry(1, 1, 48, 16), FP16, Variant(32, 3)),
+    "mamba2-nvfp4": (Mamba2Geometry(2, 48, 64, 2), NVFP4, Variant(32, 2)),
+    "mamba2-readout8": (MAMBA2, {"state_dtype": "bfloat16", "readout_dtype": "float8"}, Variant(64, 3)),
+    "gdn-nvfp4": (GDN, NVFP4, Variant(64, 2)),
+    "gdn-state8": (GdnGeometry(1, 1, 128, 64), {"state_dtype": "float8"}, Variant(32, 2)),
 }
 
 
@@ -105,6 +111,30 @@ def test_prompt_matches_the_recurrence(case: str, tokens: int, spread: float) ->
     wanted_out, wanted_state = expected(steps, inputs)
     assert relative_error(out, wanted_out) < BF16_OUTPUT_ERROR
     assert relative_error(state, wanted_state) < (1e-5 if case.startswith("mamba2") else 1e-4)
+
+
+@emulation
+@pytest.mark.parametrize("case", ["mamba2", "gdn"])
+@pytest.mark.parametrize(
+    "formats",
+    [NVFP4, {"state_dtype": "float8", "state_rounding": "stochastic"}, {"readout_dtype": "float8"}],
+    ids=["nvfp4", "state8", "readout8"],
+)
+def test_formats_are_those_of_one_and_the_same_state(case: str, formats: dict[str, str]) -> None:
+    """A fresh prompt's state does not depend on how it is stored, so all parts are the bytes of a float32 run's."""
+    plain, kernels = make(case, seed=4)
+    stored, _ = make(case, seed=4, **formats)
+    inputs, states = plain.inputs(70), []
+    for steps in (plain, stored):
+        state = steps.pool()
+        rows = [torch.tensor([value], dtype=torch.int32) for value in (0, 0, 70, 1)]
+        getattr(kernels, f"{steps.geometry.kind}_window")(*inputs, *plain.constants, state, *rows, 5)
+        states.append(state)
+    S, settings = states[0]["checkpoint"][1], stored.settings
+    parts = {**encode_checkpoint(S, settings, RandomKey(5, 70)), **encode_readout(S, settings)}
+    assert len(parts) > 1
+    for name, wanted in parts.items():
+        assert torch.equal(states[1][name][1].view(torch.uint8), wanted.contiguous().view(torch.uint8)), name
 
 
 @emulation

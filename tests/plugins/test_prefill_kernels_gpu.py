@@ -13,6 +13,7 @@ from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry, ReplaySettin
 from replayssm.plugins.geometry import row_candidates
 from replayssm.plugins.prefill_geometry import prefill_config
 from replayssm.plugins.reference import recurrence
+from replayssm.plugins.reference.formats import RandomKey, encode_checkpoint, encode_readout
 from replayssm.plugins.state import allocate_state
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+NVFP4 = {"state_dtype": "float16", "state_rounding": "stochastic", "readout_dtype": "nvfp4"}
 CASES = {
     "nano4b": (NANO, {}),
     "super120b-fp16-state": (SUPER, {"state_dtype": "float16"}),
@@ -33,6 +35,10 @@ CASES = {
     "mamba2-16": (Mamba2Geometry(8, 48, 16, 8), {"buffer_len": 32}),
     "mamba2-96": (Mamba2Geometry(6, 96, 112, 2), {}),
     "gdn-64-fp16": (GdnGeometry(2, 8, 64, 64), {"activation_dtype": "float16", "state_dtype": "float16"}),
+    "nano4b-nvfp4": (NANO, NVFP4),
+    "qwen4b-nvfp4": (QWEN4B, NVFP4),
+    "super120b-state8": (SUPER, {"state_dtype": "float8", "state_rounding": "stochastic"}),
+    "qwen4b-readout8": (QWEN4B, {"readout_dtype": "float8"}),
     "gdn-40": (GdnGeometry(1, 1, 16, 40), {"u_format": "bfloat16"}),
 }
 
@@ -106,6 +112,26 @@ def test_rows_depend_neither_on_their_batch_nor_on_the_row_tiles(geometry) -> No
         assert torch.equal(out, results[0][0])
         assert torch.equal(state["checkpoint"], results[0][1]["checkpoint"])
         assert torch.equal(state["checkpoint_position"], results[0][1]["checkpoint_position"])
+
+
+@pytest.mark.parametrize("geometry", [NANO, QWEN4B], ids=["mamba2", "gdn"])
+@pytest.mark.parametrize(
+    "formats",
+    [NVFP4, {"state_dtype": "float8", "state_rounding": "stochastic"}, {"readout_dtype": "float8"}],
+    ids=["nvfp4", "state8", "readout8"],
+)
+def test_formats_are_those_of_one_and_the_same_state(geometry, formats: dict[str, str]) -> None:
+    """A fresh prompt's state does not depend on how it is stored, so all parts are the bytes of a float32 run's."""
+    steps, inputs, index = prompts(geometry, [150, 333], [1, 0])
+    settings, states = ReplaySettings(max_window=1, **formats), []
+    for own in (ReplaySettings(max_window=1), settings):
+        states.append(allocate_state(geometry, own, 2, "cuda:0"))
+        getattr(launch, f"{geometry.kind}_window")(*inputs, *steps.constants, states[-1], *index, 5)
+    for slot, tokens in ((1, 150), (0, 333)):
+        S = states[0]["checkpoint"][slot]
+        parts = {**encode_checkpoint(S, settings, RandomKey(5, tokens)), **encode_readout(S, settings)}
+        for name, wanted in parts.items():
+            assert torch.equal(states[1][name][slot].view(torch.uint8), wanted.contiguous().view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("geometry", [SUPER, QWEN4B], ids=["mamba2", "gdn"])
