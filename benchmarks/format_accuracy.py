@@ -56,8 +56,7 @@ FORMATS = (
     StateFormat("float16", True, "nvfp4", "readout", ((0, "float8"),)),  # the layer that `calibrate --by-layer` finds
 )
 
-# Of a step that reads prompts: enough rows for a GPU, since kernels of formats with a readout walk them token by token.
-PREFILL_TOKENS = 65536
+PREFILL_TOKENS = 8192  # of a step that reads prompts
 # Tiers that are decoded together, and the most tokens an answer may have (an answer of the tiers is never longer).
 GROUPS = ((("long", "tangle"), 704), (("easy", "track", "gsm"), 368), (("recall",), 208))
 

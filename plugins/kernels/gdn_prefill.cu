@@ -1,12 +1,13 @@
 // Gated DeltaNet over long (prefill) rows, in chunks on tensor cores: folds the history and the window into the
 // checkpoint and appends nothing to the ring. Rows of at most MAX_WINDOW tokens, padding and invalid rows belong to
-// gdn_window.cu; blocks of such rows end at once. See chunk.cuh and plugins/reference/gdn.py.
+// gdn_window.cu or gdn_readout.cu; blocks of such rows end at once. See chunk.cuh and plugins/reference/gdn.py.
 //
 // Per chunk, with S the state before it, G the sums of g within it and L the strict lower triangle
 // L_ij = beta_i e^{G_i - G_j} (k_i . k_j), the u of all tokens solve (I + L) u = r, r_i = beta_i (v_i - e^{G_i} S k_i).
 // The system is solved by forward substitution over blocks of 16 tokens; the preparing warps invert their triangles.
 //
-// Stamped in: as for gdn_window.cu, and CHUNK, STAGES and SWIZZLE.
+// Stamped in: as for gdn_window.cu, and CHUNK, STAGES and SWIZZLE; for the formats of gdn_readout.cu also READOUT_FORMAT
+// and STOCHASTIC (chunk_store.cuh).
 #define CHUNK_BETA 1
 #include "gdn_window.cuh"
 #include "chunk_prepare.cuh"

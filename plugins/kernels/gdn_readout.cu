@@ -1,7 +1,8 @@
 // Gated DeltaNet over a replayed history whose outputs read a low-precision copy of the state: decode and verify windows
-// of up to MAX_WINDOW tokens, and longer (prefill) rows token by token. One thread block per (row of the batch, CTA_WARPS
-// warps of CTA_ROWS state rows each). A step that flushes folds, and then goes on as if the history had been empty. The
-// window's u solve a unit lower triangular system, one lane per state row. See plugins/reference/gdn.py and readout.cuh.
+// of up to MAX_WINDOW tokens. Longer (prefill) rows are left to gdn_prefill.cu if `skip_prefill` says so, and go token by
+// token otherwise. One thread block per (row of the batch, CTA_WARPS warps of CTA_ROWS state rows each). A step that flushes
+// folds, and then goes on as if the history had been empty. The window's u solve a unit lower triangular system, one lane per
+// state row. See plugins/reference/gdn.py and readout.cuh.
 //
 // Stamped in: NUM_K_HEADS, NUM_V_HEADS, HEAD_K_DIM, HEAD_V_DIM, ROW_TILES, CTA_ROWS, CTA_WARPS, BUFFER_LEN, MAX_WINDOW,
 // STATE_FORMAT, STOCHASTIC, READOUT_FORMAT, ACTIVATION_FORMAT, U_PLANES, U_FROM_CHECKPOINT, BULK_COPY, MIN_CTAS,

@@ -1,8 +1,9 @@
 // Mamba2 over long (prefill) rows, in chunks on tensor cores: folds the history and the window into the checkpoint and
-// appends nothing to the ring. Rows of at most MAX_WINDOW tokens, padding and invalid rows belong to mamba2_window.cu;
-// blocks of such rows end at once. See chunk.cuh and plugins/reference/mamba2.py.
+// appends nothing to the ring. Rows of at most MAX_WINDOW tokens, padding and invalid rows belong to mamba2_window.cu
+// or mamba2_readout.cu; blocks of such rows end at once. See chunk.cuh and plugins/reference/mamba2.py.
 //
-// Stamped in: as for mamba2_window.cu, and CHUNK, STAGES and SWIZZLE.
+// Stamped in: as for mamba2_window.cu, and CHUNK, STAGES and SWIZZLE; for the formats of mamba2_readout.cu also READOUT_FORMAT
+// and STOCHASTIC (chunk_store.cuh).
 #define HEADS NHEADS
 #define GROUPS NGROUPS
 #define ROWS HEADDIM

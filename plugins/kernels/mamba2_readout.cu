@@ -1,7 +1,7 @@
 // Mamba2 over a replayed history whose outputs read a low-precision copy of the state: decode and verify windows of up to
-// MAX_WINDOW tokens, and longer (prefill) rows token by token. One thread block per (row of the batch, CTA_WARPS warps of
-// CTA_ROWS state rows each). A step that flushes folds, and then goes on as if the history had been empty.
-// See plugins/reference/mamba2.py and readout.cuh.
+// MAX_WINDOW tokens. Longer (prefill) rows are left to mamba2_prefill.cu if `skip_prefill` says so, and go token by token
+// otherwise. One thread block per (row of the batch, CTA_WARPS warps of CTA_ROWS state rows each). A step that flushes folds,
+// and then goes on as if the history had been empty. See plugins/reference/mamba2.py and readout.cuh.
 //
 // Stamped in: NHEADS, HEADDIM, DSTATE, NGROUPS, ROW_TILES, CTA_ROWS, CTA_WARPS, BUFFER_LEN, MAX_WINDOW, STATE_FORMAT,
 // STOCHASTIC, READOUT_FORMAT, ACTIVATION_FORMAT, BULK_COPY, MIN_CTAS, EARLY_64THS, LATE_64THS, ORDERED_ROWS, SHARED_BYTES.

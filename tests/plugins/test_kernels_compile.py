@@ -184,3 +184,7 @@ def test_embedded_prefill_fits_a_plugin(geometry, kernel_cache: Path) -> None:
 @pytest.mark.parametrize("kind", ["mamba2", "gdn"])
 def test_prefill_takes_the_arguments_of_the_window_kernel(kind: str) -> None:
     assert kernel_parameters(f"{kind}_prefill") == kernel_parameters(f"{kind}_window")
+    formats = {"STATE_FORMAT": 3, "STOCHASTIC": 1, "READOUT_FORMAT": 2}
+    own, readout = (kernel_parameters(f"{kind}_{name}", tuple(formats.items())) for name in ("prefill", "readout"))
+    assert [part.replace(" *", "* ") for part in own] == [part.replace(" *", "* ") for part in readout]
+    assert len(own) > len(kernel_parameters(f"{kind}_prefill")) + 8

@@ -212,6 +212,8 @@ def test_a_second_launch_only_where_a_row_must_be_prefill() -> None:
         with launch.prefill_rows(False):
             assert launch.prefill_kernel(state, 41, 8, 90) is None
     assert launch.prefill_kernel(state, 40, 8, 90) is None
+    stored = allocate_state(MAMBA2, ReplaySettings(max_window=5, **NVFP4), 1)
+    assert launch.prefill_kernel(stored, 41, 8, 90).kernel == "mamba2_prefill", "whatever the state's format"
     assert prefill_config_or_none(MAMBA2, ReplaySettings(max_window=5, serial_exact=True), 90) is None
     assert prefill_config_or_none(Mamba2Geometry(4, 64, 256, 1), ReplaySettings(), 90) is None
     with pytest.raises(UnsupportedGeometryError, match="at most 128 columns, got 256"):
