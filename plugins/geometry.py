@@ -25,6 +25,9 @@ FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2}
 STATE_FORMATS = {**FORMATS, "float8": 3}
 """The same of a checkpoint; FORMAT_FP8 is in kernels/formats.cuh."""
 
+RESERVED_BYTES = 1024
+"""Shared memory that the driver adds to every block's."""
+
 EMBEDDED_SHARED_BYTES = 48 * 1024
 """Shared memory that a kernel embedded in a TensorRT plugin may use."""
 
@@ -70,6 +73,8 @@ class KernelConfig:
 
     shared_bytes: dynamic shared memory of a block; the kernels use no static shared memory. overlaps: launched so that
     it may start while the kernel before it ends (programmatic dependent launch); it waits for that kernel by itself.
+    resident_blocks: of a multiprocessor, which get the shared memory that they need and leave the rest to the first-
+    level cache; 0: as many as fit, at its cost.
     """
 
     kernel: str
@@ -78,6 +83,7 @@ class KernelConfig:
     threads: int
     shared_bytes: int
     overlaps: bool = False
+    resident_blocks: int = 0
 
 
 # (kernel, state bytes of a row, rows of a head): rows per block, also of the decode kernels. H200, batch 256, L = 16,
@@ -189,7 +195,9 @@ def window_config(
         registers = REGISTERS_OF_SMALL_DECODE[_state_bytes(settings)]
     if gdn:
         registers = gdn_geometry.registers_wanted(settings, arch, gdn["STAGES"])
-    min_ctas = max(1, min(limits.shared_per_sm // (shared + 1024), REGISTERS_PER_SM // (threads * registers), 16))
+    min_ctas = max(
+        1, min(limits.shared_per_sm // (shared + RESERVED_BYTES), REGISTERS_PER_SM // (threads * registers), 16)
+    )
     blocks = heads * (rows // count)
     if kernel == "gdn_window":  # qwen122b, windows of 5: 378 us at 0, 381 with what the next block needs asked for
         ahead_rows = 0

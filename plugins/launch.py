@@ -240,6 +240,14 @@ def device_arch(device: torch.device) -> int:
     return major * 10 + minor
 
 
+def _carveout(config: KernelConfig) -> int:
+    """Percent of a multiprocessor's shared memory that the kernel's blocks are to share."""
+    if not config.resident_blocks:
+        return 100
+    available = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_multiprocessor
+    return min(100, -(-100 * config.resident_blocks * (config.shared_bytes + geo.RESERVED_BYTES) // available))
+
+
 class LoadedKernel:
     """A kernel on one device, and the buffers through which its arguments pass."""
 
@@ -253,9 +261,9 @@ class LoadedKernel:
         if config.shared_bytes > geo.EMBEDDED_SHARED_BYTES:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._check(driver.cuFuncSetAttribute(self._function, attribute, config.shared_bytes))
-        if config.shared_bytes:  # as many blocks as fit, at the cost of the first-level cache
+        if config.shared_bytes:  # as many blocks as are wanted, or fit, at the cost of the first-level cache
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-            self._check(driver.cuFuncSetAttribute(self._function, attribute, 100))
+            self._check(driver.cuFuncSetAttribute(self._function, attribute, _carveout(config)))
 
     @property
     def function(self):

@@ -37,6 +37,13 @@ and not at all: qwen4b 113.3 and 114.3 us, without a flush 62.4 and 63.1; qwen12
 MAX_ORDERED_ROWS = 1024
 """Of kernels/row_order.cuh."""
 
+FIRST_WAVE_SMS = 132
+"""Multiprocessors of an H200, whose first blocks all run at once."""
+
+WINDOW_MEMBERS, DECODE_MEMBERS = (3, 1), (1, 8)
+"""Early and late rows of a set of Mamba2 (kernels/row_order.cuh). Of windows a quarter of the rows folds, so one late
+row in 64 finds no early one that gives way; of single tokens a sixteenth does, so two of eight in one set of eleven."""
+
 ORDERED_ROWS = 64
 """Fewest rows of a call whose rows that may fold begin first: with less, all blocks run at once."""
 
@@ -54,11 +61,14 @@ def readout_config(
     late_64ths: int | None = None,
     ordered_rows: int | None = None,
     ahead_rows: int | None = None,
+    early_from: int | None = None,
+    members: tuple[int, int] | None = None,
 ) -> KernelConfig:
     """Decode and verify kernel of a layer whose outputs read a copy of the state.
 
     embedded: restrict shared memory to what a TensorRT plugin may use. cta_rows (of a warp), cta_warps,
-    min_ctas, early_64ths, late_64ths, ordered_rows, ahead_rows: overrides, for measurements and tests.
+    min_ctas, early_64ths, late_64ths, ordered_rows, ahead_rows, early_from, members: overrides, for measurements and
+    tests.
     """
     heads, rows, columns = geometry.state_shape
     kernel = f"{geometry.kind}_readout"
@@ -87,7 +97,7 @@ def readout_config(
     if min_ctas is None:
         # A quarter of a multiprocessor's registers serves a quarter of its warps.
         per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * _registers_wanted(geometry, settings, arch))
-        min_ctas = max(1, min(4 * per_quarter // warps, limits.shared_per_sm // (shared + 1024), 16))
+        min_ctas = max(1, min(4 * per_quarter // warps, limits.shared_per_sm // (shared + geo.RESERVED_BYTES), 16))
     blocks = heads * (rows // count) // warps
     early = _early_64ths(geometry, settings, blocks) if early_64ths is None else early_64ths
     defines = {
@@ -108,7 +118,7 @@ def readout_config(
         "AHEAD_ROWS": (AHEAD_ROWS_OF_WINDOWS if ahead_rows is None else ahead_rows) if tiled else 0,
         "EARLY_64THS": early,
         # Of qwen4b, desynchronised: 59.9 us at 48, 59.4 at 40, 58.7 at 32.
-        "LATE_64THS": min(32 if geometry.kind == "gdn" else 48, 64 - early) if late_64ths is None else late_64ths,
+        "LATE_64THS": _late_64ths(geometry, settings, early) if late_64ths is None else late_64ths,
         "ORDERED_ROWS": ordered_rows or ORDERED_ROWS,
         "SHARED_BYTES": shared,
     }
@@ -118,8 +128,15 @@ def readout_config(
             "U_EXACT": 0,
             "U_FROM_CHECKPOINT": int(settings.u_source == "checkpoint"),
         }
+    if geometry.kind == "mamba2":
+        window = settings.max_window > 1
+        first = FIRST_WAVE_SMS * min_ctas // blocks + 1 if early_from is None else early_from
+        early, late = members or (WINDOW_MEMBERS if window else DECODE_MEMBERS)
+        defines |= {"EARLY_FROM": first, "EARLY_MEMBERS": early, "LATE_MEMBERS": late}
+        defines["ORDERED_ROWS"] = max(defines["ORDERED_ROWS"], first)
     overlaps = limits.bulk_copy  # the architectures that have the one have the other
-    return KernelConfig(kernel, tuple(sorted(defines.items())), blocks, threads, shared, overlaps)
+    resident = min_ctas if geometry.kind == "mamba2" else 0
+    return KernelConfig(kernel, tuple(sorted(defines.items())), blocks, threads, shared, overlaps, resident)
 
 
 def _early_64ths(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, blocks: int) -> int:
@@ -129,9 +146,15 @@ def _early_64ths(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySetting
     blocks a row in 65.7 and 61.1, qwen122b with 32 in 112.6 and 115.3. Of windows of five a quarter of the rows folds:
     nano4b 187.3 us at 0, 197.9 at 4; qwen4b 137.9 at 0, 149.7 at 8 and 146.0 at 16.
     """
-    if settings.max_window > 1 or (geometry.kind == "gdn" and blocks > 16):
+    if geometry.kind == "mamba2" or settings.max_window > 1 or blocks > 16:
         return 0
     return min(32, max(6, -(-51 // settings.buffer_len)))
+
+
+def _late_64ths(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, early: int) -> int:
+    if geometry.kind == "gdn":
+        return min(32, 64 - early)
+    return 13 if settings.max_window > 1 else 48
 
 
 def _is_tiled(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, cta_rows: int) -> bool:
@@ -171,11 +194,12 @@ def _shared_bytes(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettin
     key = (columns + 16) * 2
     own = (padded + 8) * 2
     if geometry.kind == "mamba2":
-        folded = fold_keys + warps * tokens * 4 + tokens * (columns + 8) * 2
+        folded = tokens * (columns + 8) * 2
         queries = 0 if nvfp4 and window == 1 else window
-        total = round_up(max(readout, folded, stage), 16) + tokens * (warps * cta_rows + 8) * 2 + queries * key + 16
         scores = min(warps, columns // 32) * tokens * (1 if window == 1 else round_up(window, 8))
-        total += scores * 4 + (queries + 1) * 4 + MAX_ORDERED_ROWS // 8
+        area = round_up(round_up(queries * key + 16, 16) + scores * 4 + (queries + 1) * 4, 16)
+        total = round_up(max(readout, folded, stage), 128) + tokens * (warps * cta_rows + 8) * 2
+        total += max(area, fold_keys) + 4
         return round_up(round_up(total, 8) + 8, 128)
     tiled = _is_tiled(geometry, settings, cta_rows)
     staged = warps * (padded * (2 * window + 1) if window > 1 else padded * 8 + padded // 32 * 16) * 4

@@ -41,17 +41,7 @@ DEVICE float query_scale(int query) { return query < MAX_WINDOW ? QUERY_SCALE : 
 constexpr float QUERY_UPSCALE = PLAIN_QUERIES ? 1.f : 16384.f;
 
 // A row of q or k as a warp holds it.
-struct RawQuery {
-    static constexpr int WORDS = COLUMNS / 2, COUNT = (WORDS + 31) / 32;
-    u32 words[COUNT];
-
-    // Zeros where it does not exist.
-    DEVICE_MEMBER void load(const activation_t* from, bool exists) {
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int n = 0; n < COUNT; n++)
-            words[n] = exists && n * 32 + lane < WORDS ? ((const u32*)from)[n * 32 + lane] : 0u;
-    }
+struct RawQuery : QueryWords {
     // L2-normalised and rounded to the activation format, and the same in fp16 times QUERY_UPSCALE (PLAIN_QUERIES: as it is).
     DEVICE_MEMBER void normalize(activation_t* to, u16* half) const {
         const int lane = threadIdx.x % 32;

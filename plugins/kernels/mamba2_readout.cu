@@ -11,17 +11,26 @@
 #define COLUMNS DSTATE
 #include "mamba2_readout_window.cuh"
 #include "mamba2_serial.cuh"
-#include "readout_flush.cuh"
+#include "mamba2_readout_fold.cuh"
 #include "readout_parts.cuh"
 #include "row_order.cuh"
 
-struct Shared {
-    alignas(128) unsigned char tile[TILE_BYTES];  // readout; what a flush folds; states of a prefill row
-    alignas(16) activation_t x[TOKEN_ROWS * X_STRIDE];
+// Of windows a quarter of the rows folds, and every late place looks for its row at once.
+constexpr bool MANY_FOLD = MAX_WINDOW > 1;
+
+struct WindowArea {
     alignas(16) u16 half_C[QUERY_ROWS * KEY_STRIDE + 8];
     alignas(16) float partial[PARTIAL_SCORES];
     float unit_C[QUERY_ROWS + 1];
-    u32 early_rows[MAX_ORDERED_ROWS / 32];
+};
+struct Shared {
+    alignas(128) unsigned char tile[TILE_BYTES];  // readout; rows of B of a fold; states of a prefill row
+    alignas(16) activation_t x[TOKEN_ROWS * X_STRIDE];
+    union {
+        WindowArea window;
+        uint4 fold_keys[FOLD_KEYS_SIZE / 16];
+    };
+    u32 row_index;
     alignas(8) u64 barrier;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
@@ -44,24 +53,29 @@ mamba2_readout(
     DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
     wait_for_previous_grid();
+    const auto position_of = [&](int of_slot) {
+        return position_in[offset_of(of_slot, position_stride) + (int)blockIdx.x * (WARPS * CTA_TILES)];
+    };
+    const auto folds_early = [&](u32 row) {
+        const int slot = state_batch_indices[row], seq_len = seq_lens[row], length = window_lens[row];
+        const bool has_slot = slot >= 0 && slot < num_slots;
+        return may_fold(seq_len, position_of(has_slot ? slot : 0), length) && has_slot;
+    };
     u32 row_index = blockIdx.y;
-    // Whether the row's place is known, and whether to look for it now.
-    bool is_placed = !rows_are_ordered(), look = !is_placed && row_index < early_places();
+    // One number, because registers are scarce: a late place waits for its row until it is known to fold.
+    enum { LATE, PLACED, FLUSHED };
+    int phase = PLACED;
+    if constexpr (EARLY_MEMBERS > 0) {
+        const PlaceInSet place(row_index);
+        if (place.is_early() || (MANY_FOLD && place.is_late())) row_index = place.row(folds_early);
+        else if (place.is_late()) phase = LATE;
+    }
     // Once; a second time after a flush, from what it stored: kept through the fold, values would cost registers. And once
-    // more for a row that may fold, before it is placed.
+    // more for a row that was looked for late.
 #pragma unroll 1
-    for (int flushed = 0;;) {
-        const auto position_of = [&](int of_slot) {
-            return position_in[offset_of(of_slot, position_stride) + (int)blockIdx.x * (WARPS * CTA_TILES)];
-        };
-        if (look) {
-            look = false, is_placed = true;
-            row_index = row_at(blockIdx.y, shared.early_rows, [&](u32 row) {
-                const int slot = state_batch_indices[row], seq_len = seq_lens[row], length = window_lens[row];
-                const bool has_slot = slot >= 0 && slot < num_slots;
-                return may_fold(seq_len, position_of(has_slot ? slot : 0), length) && has_slot;
-            });
-        }
+    for (;;) {
+        const bool flushed = phase == FLUSHED;
+        if (EARLY_MEMBERS > 0 && flushed) row_index = shared.row_index;
         u32 thread = threadIdx.x;  // unsigned, so that dividing it takes one instruction
         hold_until_here(thread);
         const int tid = (int)thread, lane = (int)(thread % 32), warp = (int)(thread / 32);
@@ -85,8 +99,8 @@ mamba2_readout(
             position_now = flushed ? seq_len : position_of(slot);
             row_scales.load(STATE_ROWS(slot).from(own_row));
         }
-        if (!is_placed && row_index >= late_places() && has_slot && may_fold(seq_len, position_now, window_length)) {
-            look = true;
+        if (EARLY_MEMBERS > 0 && phase == LATE && has_slot && may_fold(seq_len, position_now, window_length)) {
+            phase = PLACED, row_index = PlaceInSet(row_index).row(folds_early);
             continue;
         }
         const int c = seq_len ? position_now : 0;
@@ -137,8 +151,9 @@ mamba2_readout(
 
         const int length = window_length, history = seq_len - c;
         const bool flush = history > 0 && history + length > BUFFER_LEN;
-        if (flushed) readout_copy_again(shared.tile, own_row - block_row, STATE_ROWS(slot).from(own_row));
-        else if (!flush) readout_copy_start(shared.tile, STATE_ROWS(slot).from(block_row), &shared.barrier);
+        if (flushed) {
+            if constexpr (!NVFP4) readout_copy_again(shared.tile, own_row - block_row, STATE_ROWS(slot).from(own_row));
+        } else if (!flush) readout_copy_start(shared.tile, STATE_ROWS(slot).from(block_row), &shared.barrier);
         // What is not folded: queries first, which wait for nothing.
         const int fresh = flush ? 0 : length, first_entry = c % RING_LEN;
         const activation_t* window_C = C + (offset_of(start, C_stride) + B_column);
@@ -160,8 +175,8 @@ mamba2_readout(
         part_x.load(ring_x_in + (offset_of(slot, ring_x_stride) + own_row), first_entry, history,
                     x + (offset_of(start, x_stride) + own_row), x_stride, fresh);
         if (flush) {
-            stage_history<COLUMNS, TOKEN_STRIDE, GROUPS * COLUMNS, THREADS>((u16*)(shared.tile + FOLD_B), past_B, first_entry,
-                                                                            history, history, thread);
+            stage_history<COLUMNS, TOKEN_STRIDE, GROUPS * COLUMNS, THREADS>((u16*)shared.tile, past_B, first_entry, history,
+                                                                            history, thread);
             if (c > 0 && lane == 0)
                 prefetch(STATE_ROWS(slot).checkpoint + own_row * COLUMNS, FOLD_AHEAD * COLUMNS * sizeof(state_t));
         } else {
@@ -171,10 +186,10 @@ mamba2_readout(
 #pragma unroll
             for (int n = 0; n < OWN_QUERIES; n++) {
                 const int w = n * WARPS + warp;
-                if (w < length) queries[n].store(shared.half_C + w * KEY_STRIDE, shared.unit_C + w);
+                if (w < length) queries[n].store(shared.window.half_C + w * KEY_STRIDE, shared.window.unit_C + w);
             }
             if constexpr (SINGLE) query.halve();
-            inputs.multiply(shared.partial);
+            inputs.multiply(shared.window.partial);
             const int first_new = seq_len % RING_LEN;
             part_x.append(ring_x + (offset_of(slot, ring_x_stride) + own_row), first_new, length);
             if (first_of_group)
@@ -209,11 +224,13 @@ mamba2_readout(
         if (!flushed && !flush) readout_copy_wait(&shared.barrier);
 
         if (flush) {
-            build_fold_keys<TOKEN_STRIDE>((uint4*)shared.tile, (const activation_t*)(shared.tile + FOLD_B));
+            const activation_t* tokens = (const activation_t*)shared.tile;
+            if constexpr (FOLDS_COLUMNS) build_column_keys<TOKEN_STRIDE>(shared.fold_keys, tokens);
+            else build_fold_keys<TOKEN_STRIDE>(shared.fold_keys, tokens);
+            if (EARLY_MEMBERS > 0 && tid == 0) shared.row_index = row_index;
             sync_threads();
             // In shared memory, because registers are scarce in a fold.
-            float* weights = (float*)(shared.tile + FOLD_WEIGHTS) + warp * TOKEN_ROWS;
-            if (lane < TOKEN_ROWS) weights[lane] = weight;
+            if (lane < TOKEN_ROWS) *fold_weights(shared.x, lane) = weight;
             sync_warp();
             const activation_t* x_rows = own_x + lane % 16 * X_STRIDE;
             const auto own_values = [&](int row_group, int step, float(&v)[4]) {
@@ -221,19 +238,32 @@ mamba2_readout(
                 load_matrix_x2_transposed(pairs, x_rows + (16 * step * X_STRIDE + 8 * row_group));
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    const float2 both = *(const float2*)(weights + (16 * step + 8 * i + 2 * t));
+                    const float2 both = *(const float2*)fold_weights(shared.x, 16 * step + 8 * i + 2 * t);
                     v[2 * i] = both.x * activation_low(pairs[i]), v[2 * i + 1] = both.y * activation_high(pairs[i]);
                 }
             };
             const auto rows_now = [&] {
                 u32 slot_now = (u32)slot;
                 hold_until_here(slot_now);
-                return STATE_ROWS((int)slot_now).from(own_row);
+                StateRows rows = STATE_ROWS((int)slot_now).from(own_row);
+                if constexpr (NVFP4) {
+                    rows.codes = shared.tile + warp * CTA_ROWS * CODE_STRIDE;
+                    rows.block_scales = shared.tile + (CODES_SIZE + warp * CTA_ROWS * BLOCK_SCALE_BYTES);
+                }
+                return rows;
             };
-            fold_rows(own_values, (const uint4*)shared.tile, rows_now, has_state, decay_of(total),
+            if constexpr (FOLDS_COLUMNS)
+                fold_columns(own_values, shared.fold_keys, rows_now(), has_state, decay_of(total),
+                             part % CTAS_PER_HEAD * CTA_ROWS, ROUNDING_KEY(head, seq_len));
+            else
+            fold_rows(own_values, shared.fold_keys, rows_now, has_state, decay_of(total),
                       part % CTAS_PER_HEAD * CTA_ROWS, ROUNDING_KEY(head, seq_len));
+            if constexpr (NVFP4) {
+                sync_warp();
+                readout_store_own(shared.tile, warp * CTA_ROWS, STATE_ROWS(slot).from(own_row));
+            }
             sync_threads();
-            flushed = 1;
+            phase = FLUSHED;
             continue;
         }
 
@@ -244,9 +274,9 @@ mamba2_readout(
 
         if (!has_state) row_scales.clear();
         Scores score = {};
-        add_scores(score, shared.partial);
+        add_scores(score, shared.window.partial);
         // What turns products into outputs, of window token `lane`.
-        const float unit = SINGLE ? query.unit : lane < length ? shared.unit_C[lane] : 0.f;
+        const float unit = SINGLE ? query.unit : lane < length ? shared.window.unit_C[lane] : 0.f;
         const float own_unit = decay_of(total + prefix) * unit;
         const TokenScalars scalars = {weight, dt_new, prefix, decay_of(prefix), own_unit, bits_to_float(D_head)};
         Coefficients coefficients;
@@ -260,7 +290,7 @@ mamba2_readout(
                                  query, row_scales);
             return;
         }
-        write_outputs(own_x, coefficients, x_rows, has_state, codes, scales, shared.half_C, row_scales, length);
+        write_outputs(own_x, coefficients, x_rows, has_state, codes, scales, shared.window.half_C, row_scales, length);
         sync_warp();
         for_window_chunks<CTA_ROWS, 32>(length, lane, [&](int w, int offset) {
             *(uint4*)(y + (offset_of(start + w, HEADS * ROWS) + (own_row + offset))) =

@@ -14,9 +14,14 @@ static_assert(CTA_TILES <= 32, "a lane for every tile of a part");
 static_assert(TOKEN_ROWS >= MAX_WINDOW, "outputs take the place of x");
 static_assert(CTA_ROWS <= 256, "a warp copies a token's x at once");
 
-// In a flush the tile holds what is folded instead: keys, weights of every warp's tokens, rows of B.
-constexpr int FOLD_WEIGHTS = FOLD_KEYS_SIZE, FOLD_B = FOLD_WEIGHTS + WARPS * TOKEN_ROWS * 4;
-constexpr int TILE_BYTES = larger(TILE_SIZE, FOLD_B + TOKEN_ROWS * TOKEN_STRIDE * 2);
+// In a flush the tile holds rows of B until their keys are built, and then an nvfp4 readout as it is folded.
+constexpr int TILE_BYTES = larger(CODES_SIZE + SCALES_SIZE, larger(STAGE_SIZE, TOKEN_ROWS * TOKEN_STRIDE * 2));
+
+// Of the warp's tokens, four weights from `token` on: where rows of x leave room.
+DEVICE float* fold_weights(activation_t* x, int token) {
+    static_assert(WARPS <= 4, "16 bytes of padding for every token");
+    return (float*)(x + ((int)(threadIdx.x / 32) * (TOKEN_ROWS / 4) + token / 4) * X_STRIDE + CTA_STATE_ROWS) + token % 4;
+}
 
 DEVICE uint4 load_16(const u16* from, bool valid) { return valid ? *(const uint4*)from : make_uint4(0, 0, 0, 0); }
 
@@ -48,7 +53,7 @@ struct PartX {
 #pragma unroll
         for (int n = 0; n < STEPS_NEW; n++) {
             const int w = n * AT_ONCE + (int)first_token();
-            fresh[n] = load_16(ONE ? from_new : advance(from_new, w, 2 * stride), w < length);
+            fresh[n] = load_16(ONE ? from_new : computed(advance(from_new, w, 2 * stride)), w < length);
         }
     }
     // x: at the part's first row.
@@ -329,7 +334,8 @@ DEVICE void write_outputs(activation_t* outputs, const Coefficients& coefficient
                 const int n = i / EACH, e = i % EACH, w = Coefficients::window_token(n, e);
                 const float tokens = ONE ? sum[n][2 * half] + sum[n][2 * half + 1] : sum[n][2 * half + e];
                 const float state = product[n][2 * half + e] * coefficients.unit[n][e] * row_scale;
-                if (ONE ? threadIdx.x % 4 == 0 : w < length)
+                // Rows beyond the window are nobody's any more.
+                if (!ONE || threadIdx.x % 4 == 0)
                     to[i][16 * m + 8 * half] = float_to_activation(tokens * coefficients.undo[n][e] + state);
             }
         }

@@ -63,3 +63,17 @@ struct StateRows {
                 block_scales + row * BLOCK_SCALE_BYTES, row_scales + row};
     }
 };
+
+// A row of COLUMNS activations in a warp's registers: a query, or a key.
+struct QueryWords {
+    static constexpr int WORDS = COLUMNS / 2, COUNT = (WORDS + 31) / 32;
+    u32 words[COUNT];
+
+    // Zeros where it is not valid.
+    DEVICE_MEMBER void load(const activation_t* from, bool valid) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int n = 0; n < COUNT; n++)
+            words[n] = valid && n * 32 + lane < WORDS ? ((const u32*)from)[n * 32 + lane] : 0u;
+    }
+};

@@ -16,20 +16,11 @@ DEVICE int query_field(u32 largest) {
     return field > 254 - 14 ? 254 - 14 : field < LOWEST ? LOWEST : field;
 }
 DEVICE u32 halve_pair(u32 pair, float factor) {
-    return (u32)float_to_fp16(activation_low(pair) * factor) | (u32)float_to_fp16(activation_high(pair) * factor) << 16;
+    return pack_fp16(activation_low(pair) * factor, activation_high(pair) * factor);
 }
 
-// A row of queries C, COLUMNS activations, in a warp's registers, on its way to fp16.
-struct QueryRow {
-    static constexpr int WORDS = COLUMNS / 2, COUNT = (WORDS + 31) / 32;
-    u32 words[COUNT];
-
-    DEVICE_MEMBER void load(const activation_t* from, bool valid) {
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int n = 0; n < COUNT; n++)
-            words[n] = valid && (WORDS % 32 == 0 || n * 32 + lane < WORDS) ? ((const u32*)from)[n * 32 + lane] : 0u;
-    }
+// A query C on its way to fp16.
+struct QueryRow : QueryWords {
     // Writes it in fp16, scaled so that its largest lies in [2^14, 2^15), and to `unit` what undoes that and
     // READOUT_EXPONENT; a copy if PLAIN_QUERIES.
     DEVICE_MEMBER void store(u16* half, float* unit) const {

@@ -71,6 +71,34 @@ struct FoldCoefficients {
     }
 };
 
+// Coefficients of a part's eight rows `group`, by own_values(group, step, v) as fold_rows has it; returns what undoes the
+// scale of the lane's.
+template <class Values>
+DEVICE float fold_coefficients(FoldCoefficients (&coefficients)[TOKEN_STEPS], const Values& own_values, int group) {
+    float undo = 1.f, v[TOKEN_STEPS][4], factor = 1.f;
+#pragma unroll
+    for (int step = 0; step < TOKEN_STEPS; step++) own_values(group, step, v[step]);
+    if constexpr (ACTIVATION_FORMAT == FORMAT_FP16) {
+        // Their range is small: a row's largest becomes 2^14.
+        u32 largest = 0;
+#pragma unroll
+        for (int i = 0; i < 4 * TOKEN_STEPS; i++) {
+            const u32 bits = float_to_bits(v[i / 4][i % 4]) & 0x7fffffffu;
+            largest = bits > largest ? bits : largest;
+        }
+        int field = 268 - (int)(quad_max(largest) >> 23);
+        field = field > 240 ? 240 : field < 14 ? 14 : field;
+        factor = power_of_two(field), undo = power_of_two(254 - field);
+    }
+#pragma unroll
+    for (int step = 0; step < TOKEN_STEPS; step++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[step][i] *= factor;
+        coefficients[step].split(v[step]);
+    }
+    return undo;
+}
+
 // Folds the history into the part's rows and stores them: s = decay s + sum of coefficient * key.
 // own_values(group, step, v) gives the coefficients of row 8 group + g in tokens 16 step + 2 t, + 1, + 8, + 9.
 // first_row: of the part in its head. rows_now(): the part's rows, asked for again and again, so that their addresses need
@@ -97,30 +125,7 @@ DEVICE void fold_rows(const Values& own_values, const uint4* fold_keys, const Ro
 #pragma unroll 1
     for (int group = 0; group < ROW_GROUPS; group++) {
         FoldCoefficients coefficients[TOKEN_STEPS];
-        float undo = 1.f;
-        {
-            float v[TOKEN_STEPS][4], factor = 1.f;
-#pragma unroll
-            for (int step = 0; step < TOKEN_STEPS; step++) own_values(group, step, v[step]);
-            if constexpr (ACTIVATION_FORMAT == FORMAT_FP16) {
-                // Their range is small: a row's largest becomes 2^14.
-                u32 largest = 0;
-#pragma unroll
-                for (int i = 0; i < 4 * TOKEN_STEPS; i++) {
-                    const u32 bits = float_to_bits(v[i / 4][i % 4]) & 0x7fffffffu;
-                    largest = bits > largest ? bits : largest;
-                }
-                int field = 268 - (int)(quad_max(largest) >> 23);
-                field = field > 240 ? 240 : field < 14 ? 14 : field;
-                factor = power_of_two(field), undo = power_of_two(254 - field);
-            }
-#pragma unroll
-            for (int step = 0; step < TOKEN_STEPS; step++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) v[step][i] *= factor;
-                coefficients[step].split(v[step]);
-            }
-        }
+        const float undo = fold_coefficients(coefficients, own_values, group);
         RowValues s;
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) {

@@ -36,6 +36,13 @@ DEVICE void readout_copy_again(unsigned char* tile, int row, const StateRows& fr
         for (int i = threadIdx.x % 32; i < CTA_ROWS * BLOCK_SCALE_BYTES / 16; i += 32)
             copy_async_16(tile + CODES_SIZE + row * BLOCK_SCALE_BYTES + i * 16, from.block_scales + i * 16, true);
 }
+// The other way: a warp's own rows of an nvfp4 readout, which it has put into the tile, to memory.
+DEVICE void readout_store_own(const unsigned char* tile, int row, const StateRows& to) {
+    const uint4* codes = (const uint4*)(tile + row * CODE_STRIDE);
+    const uint4* scales = (const uint4*)(tile + (CODES_SIZE + row * BLOCK_SCALE_BYTES));
+    for (int i = threadIdx.x % 32; i < CTA_ROWS * CODE_BYTES / 16; i += 32) ((uint4*)to.codes)[i] = codes[i];
+    for (int i = threadIdx.x % 32; i < CTA_ROWS * BLOCK_SCALE_BYTES / 16; i += 32) ((uint4*)to.block_scales)[i] = scales[i];
+}
 
 // Ring entry of an index below twice the ring's length, in one instruction beside the sum that it is.
 DEVICE u32 wrapped_entry(u32 entry) {

@@ -154,6 +154,27 @@ DEVICE u32 nvfp4_word(const float (&s)[8], float first, float second) {
     return (a & 0x8e008e00u) | (rotate_right(b, 29) & 0x70047004u) | (e & 0x00390039u) | (f & 0x01c201c2u);
 }
 
+// The scale of an nvfp4 row whose largest magnitude has the bits `largest`, and what its blocks are encoded with.
+struct Nvfp4Row {
+    int field;
+    bool broken;  // not finite
+    float inverse, sixth;
+
+    DEVICE_MEMBER explicit Nvfp4Row(u32 largest) {
+        const int exponent = (int)(largest >> 23);
+        broken = exponent == 255;
+        field = exponent < 37 ? 27 : exponent > 237 ? 227 : exponent - 10;
+        inverse = broken ? 0.f : power_of_two(254 - field), sixth = multiply(inverse, 1.f / 6.f);
+    }
+    DEVICE_MEMBER unsigned char stored() const { return (unsigned char)(broken ? 255 : field); }
+    // Of a block with this largest magnitude: the code of its scale, and what divides by both scales and takes 2^-14.
+    DEVICE_MEMBER u32 block(float block_largest, float& factor) const {
+        const u32 code = float_to_e4m3(fmaxf(multiply(block_largest, sixth), 0x1p-6f));
+        factor = multiply(inverse * 0x1p-14f, short_reciprocal(bits_to_float((code << 20) + (120u << 23))));
+        return code;
+    }
+};
+
 // The nvfp4 readout of the lane's columns of row `row` of `to`, whose largest magnitudes by block and altogether are given.
 DEVICE void store_nvfp4(const RowValues& s, const float (&own_largest)[BLOCK_SHARE], u32 largest, const StateRows& to,
                         int row) {

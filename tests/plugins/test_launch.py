@@ -5,12 +5,14 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from replayssm.plugins import arguments, cuda_ops, launch
 from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.geometry import KernelConfig
 from replayssm.plugins.state import LayerState, allocate_state
 
 sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
@@ -117,6 +119,17 @@ def test_serial_kernels_take_parts_of_both_modes() -> None:
     assert values[7] is baseline["checkpoint"]
     assert values[8:12] == [None] * 4
     assert values[12] is baseline["snapshots"]
+
+
+def test_blocks_get_the_shared_memory_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it where nothing is said, which leaves the least first-level cache."""
+    properties = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    percents = {
+        blocks: launch._carveout(KernelConfig("any", (), 1, 128, 30 * 1024, False, blocks)) for blocks in (0, 3, 6, 8)
+    }
+    assert percents == {0: 100, 3: 41, 6: 82, 8: 100}  # of 228 KiB, 31 KiB a block with what the driver adds
 
 
 def test_attention_and_convolution() -> None:

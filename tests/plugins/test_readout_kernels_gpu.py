@@ -152,7 +152,8 @@ class Ordered:
     def _config(self, args):
         state = next(arg for arg in args if isinstance(arg, LayerState))
         arch = launch.device_arch(args[0].device)
-        return readout_config(state.geometry, state.settings, arch, early_64ths=16, ordered_rows=self.rows)
+        early = 16 if state.geometry.kind == "gdn" else None
+        return readout_config(state.geometry, state.settings, arch, early_64ths=early, ordered_rows=self.rows)
 
     def gdn_window(self, *args) -> torch.Tensor:
         return launch.gdn_window(*args, config=self._config(args))
