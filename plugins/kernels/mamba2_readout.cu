@@ -15,9 +15,6 @@
 #include "readout_parts.cuh"
 #include "row_order.cuh"
 
-// Of windows a quarter of the rows folds, and every late place looks for its row at once.
-constexpr bool MANY_FOLD = MAX_WINDOW > 1;
-
 struct WindowArea {
     alignas(16) u16 half_C[QUERY_ROWS * KEY_STRIDE + 8];
     alignas(16) float partial[PARTIAL_SCORES];
@@ -62,18 +59,16 @@ mamba2_readout(
         return may_fold(seq_len, position_of(has_slot ? slot : 0), length) && has_slot;
     };
     u32 row_index = blockIdx.y;
-    // One number, because registers are scarce: a late place waits for its row until it is known to fold.
-    enum { LATE, PLACED, FLUSHED };
+    // One number, because registers are scarce: a late place does not look for its row until its own is known to fold.
+    enum { LOOKING, LATE, PLACED, FLUSHED };
     int phase = PLACED;
-    if constexpr (EARLY_MEMBERS > 0) {
-        const PlaceInSet place(row_index);
-        if (place.is_early() || (MANY_FOLD && place.is_late())) row_index = place.row(folds_early);
-        else if (place.is_late()) phase = LATE;
-    }
+    if (EARLY_MEMBERS > 0 && is_early_in_set(row_index)) phase = LOOKING;
+    else if (EARLY_MEMBERS > 0 && row_index >= first_late_in_set()) phase = LATE;
     // Once; a second time after a flush, from what it stored: kept through the fold, values would cost registers. And once
     // more for a row that was looked for late.
 #pragma unroll 1
     for (;;) {
+        if (EARLY_MEMBERS > 0 && phase == LOOKING) phase = PLACED, row_index = row_in_set(row_index, folds_early);
         const bool flushed = phase == FLUSHED;
         if (EARLY_MEMBERS > 0 && flushed) row_index = shared.row_index;
         u32 thread = threadIdx.x;  // unsigned, so that dividing it takes one instruction
@@ -100,7 +95,7 @@ mamba2_readout(
             row_scales.load(STATE_ROWS(slot).from(own_row));
         }
         if (EARLY_MEMBERS > 0 && phase == LATE && has_slot && may_fold(seq_len, position_now, window_length)) {
-            phase = PLACED, row_index = PlaceInSet(row_index).row(folds_early);
+            phase = LOOKING;
             continue;
         }
         const int c = seq_len ? position_now : 0;

@@ -76,40 +76,37 @@ DEVICE u32 row_at(u32 place, u32* words, const Early& early) {
 }
 
 // ---------------------------------------------------------------------------------------------------------- sets
-// The same with fewer reads. Places from EARLY_FROM on, behind those of a launch's first blocks, which nothing hides the
-// reads of, are EARLY_MEMBERS times as many early ones as there are sets, and at the end LATE_MEMBERS times as many late
-// ones, LATE_64THS of them all. In a set the n-th late row that may fold changes with the n-th early one that may not. A
-// warp looks at its set by itself.
+// The same with fewer reads. Early places begin at EARLY_FROM, behind those of a launch's first blocks, whose reads nothing
+// hides; LATE_64THS of what follows is late. A set is EARLY_MEMBERS neighbours of the ones and LATE_MEMBERS of the others:
+// in it the n-th late row that may fold changes with the n-th early one that may not. A warp looks at its set by itself.
 #ifdef EARLY_MEMBERS
 constexpr u32 MEMBERS = EARLY_MEMBERS + LATE_MEMBERS;
 static_assert(MEMBERS <= 32, "a lane for each");
 static_assert(LATE_64THS * (int)MEMBERS <= 64 * LATE_MEMBERS, "a place is not both");
 
-// Index of the set and of the place in it, late ones last; member MEMBERS: of none.
-struct PlaceInSet {
-    u32 sets, index, member;
+DEVICE u32 set_count() {
+    return gridDim.y < (u32)ORDERED_ROWS ? 0u : (gridDim.y - EARLY_FROM) * LATE_64THS / (64 * LATE_MEMBERS);
+}
+DEVICE bool is_early_in_set(u32 place) { return place - EARLY_FROM < EARLY_MEMBERS * set_count(); }
+DEVICE u32 first_late_in_set() { return gridDim.y - LATE_MEMBERS * set_count(); }
 
-    DEVICE_MEMBER explicit PlaceInSet(u32 place) {
-        sets = gridDim.y < (u32)ORDERED_ROWS ? 0u : (gridDim.y - EARLY_FROM) * LATE_64THS / 64 / LATE_MEMBERS;
-        index = place, member = MEMBERS;
-#pragma unroll
-        for (u32 m = 0; m < MEMBERS; m++)
-            if (place - first(m) < sets) index = place - first(m), member = m;
-    }
-    DEVICE_MEMBER bool is_early() const { return member < EARLY_MEMBERS; }
-    DEVICE_MEMBER bool is_late() const { return member >= EARLY_MEMBERS && member < MEMBERS; }
-    DEVICE_MEMBER u32 first(u32 m) const { return m < EARLY_MEMBERS ? EARLY_FROM + m * sets : gridDim.y - (MEMBERS - m) * sets; }
-
-    // The row at this place, which is early or late. early(row) says whether a row may fold. For all lanes of a warp.
-    template <class Early>
-    DEVICE_MEMBER u32 row(const Early& early) const {
-        constexpr u32 EARLY = (1u << EARLY_MEMBERS) - 1u;
-        const u32 lane = threadIdx.x % 32u, folds = ballot(early(first(lane < MEMBERS ? lane : 0u) + index) && lane < MEMBERS);
-        const u32 gives_way = ~folds & EARLY, late = folds & ~EARLY, own = 1u << member;
-        const u32 from = is_early() ? gives_way : late, to = is_early() ? late : gives_way;
-        const u32 rank = (u32)count_bits(from & (own - 1u));
-        const u32 found = ballot((to >> lane & 1u) && (u32)count_bits(to & ((1u << lane) - 1u)) == rank);
-        return first((from & own) && found ? lowest_bit(found) : member) + index;
-    }
-};
+// The row at an early or late place. early(row) says whether a row may fold. For all lanes of a warp.
+template <class Early>
+DEVICE u32 row_in_set(u32 place, const Early& early) {
+    constexpr u32 EARLY = (1u << EARLY_MEMBERS) - 1u;
+    const bool is_late = place >= first_late_in_set();
+    const u32 before = place - (is_late ? first_late_in_set() : EARLY_FROM);
+    const u32 set = before / (is_late ? LATE_MEMBERS : EARLY_MEMBERS);
+    const u32 member = is_late ? EARLY_MEMBERS + before % LATE_MEMBERS : before % EARLY_MEMBERS;
+    const auto place_of = [&](u32 m) {
+        return m < EARLY_MEMBERS ? EARLY_FROM + set * EARLY_MEMBERS + m
+                                 : first_late_in_set() + set * LATE_MEMBERS + (m - EARLY_MEMBERS);
+    };
+    const u32 lane = threadIdx.x % 32u, folds = ballot(early(place_of(lane < MEMBERS ? lane : 0u)) && lane < MEMBERS);
+    const u32 gives_way = ~folds & EARLY, late = folds & ~EARLY;
+    const u32 from = is_late ? late : gives_way, to = is_late ? gives_way : late, own = 1u << member;
+    const u32 rank = (u32)count_bits(from & (own - 1u));
+    const u32 found = ballot((to >> lane & 1u) && (u32)count_bits(to & ((1u << lane) - 1u)) == rank);
+    return (from & own) && found ? place_of(lowest_bit(found)) : place;
+}
 #endif
