@@ -42,7 +42,9 @@ FIRST_WAVE_SMS = 132
 
 WINDOW_MEMBERS, DECODE_MEMBERS = (8, 8), (4, 16)
 """Early and late rows of a set of Mamba2 (kernels/row_order.cuh): of windows a quarter of the rows folds, of single
-tokens a sixteenth."""
+tokens a sixteenth. H200, batch 256, rows in their places and exchanged: windows of five of super120b 174.7 and 165.8 us
+(four and four: 168.1), nano4b 171.3 and 161.7; decode of super120b 89.3 and 82.9, nano4b 91.4 and 81.6 (two and eight,
+with three quarters of the rows late: 85.0 and 84.8). Without a flush that costs 4 us."""
 
 ORDERED_ROWS = 64
 """Fewest rows of a call whose rows that may fold begin first: with less, all blocks run at once."""
@@ -117,7 +119,7 @@ def readout_config(
         # without; its history too: 64.0.
         "AHEAD_ROWS": (AHEAD_ROWS_OF_WINDOWS if ahead_rows is None else ahead_rows) if tiled else 0,
         "EARLY_64THS": early,
-        # Of qwen4b, desynchronised: 59.9 us at 48, 59.4 at 40, 58.7 at 32.
+        # Desynchronised: qwen4b 59.9 us at 48, 59.4 at 40, 58.7 at 32; nano4b 83.3 at 48, 81.6 at 36.
         "LATE_64THS": _late_64ths(geometry, settings, early) if late_64ths is None else late_64ths,
         "ORDERED_ROWS": ordered_rows or ORDERED_ROWS,
         "SHARED_BYTES": shared,
@@ -140,11 +142,10 @@ def readout_config(
 
 
 def _early_64ths(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, blocks: int) -> int:
-    """Share of a call's rows that give way to rows that fold late (kernels/row_order.cuh): as many as those are.
+    """Share of a call's rows of GDN that give way to rows that fold late (kernels/row_order.cuh): as many as those are.
 
-    H200, batch 256, 0 and 6 64ths: nano4b decodes in 93.5 and 83.9 us, super120b in 93.4 and 90.2, qwen4b with its 16
-    blocks a row in 65.7 and 61.1, qwen122b with 32 in 112.6 and 115.3. Of windows of five a quarter of the rows folds:
-    nano4b 187.3 us at 0, 197.9 at 4; qwen4b 137.9 at 0, 149.7 at 8 and 146.0 at 16.
+    H200, batch 256, 0 and 6 64ths: qwen4b with its 16 blocks a row decodes in 65.7 and 61.1 us, qwen122b with 32 in 112.6
+    and 115.3. Of windows of five a quarter of the rows folds: qwen4b 137.9 us at 0, 149.7 at 8 and 146.0 at 16.
     """
     if geometry.kind == "mamba2" or settings.max_window > 1 or blocks > 16:
         return 0
@@ -152,9 +153,10 @@ def _early_64ths(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySetting
 
 
 def _late_64ths(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, early: int) -> int:
+    """Share of a call's rows that begin so late that a fold of theirs would be waited for."""
     if geometry.kind == "gdn":
         return min(32, 64 - early)
-    return 14 if settings.max_window > 1 else 48
+    return 14 if settings.max_window > 1 else 36
 
 
 def _is_tiled(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, cta_rows: int) -> bool:
@@ -170,7 +172,7 @@ def _registers_wanted(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySe
     if arch != 90 or settings.readout_dtype != "nvfp4":
         return REGISTERS_WANTED
     if geometry.kind == "mamba2":
-        # Windows of parts of 80 rows spill: H200, nano4b 6 blocks 171.3 us, 5 blocks 165.9.
+        # Windows of parts of 80 rows spill: H200, nano4b, 6 blocks 172.1 us, 5 blocks 161.7.
         return 96 if settings.max_window > 1 and geometry.state_shape[1] > 64 else REGISTERS_OF_MAMBA2
     return REGISTERS_OF_GDN_DECODE if settings.max_window == 1 else REGISTERS_WANTED
 

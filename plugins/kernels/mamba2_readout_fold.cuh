@@ -2,7 +2,7 @@
 // coefficient meet in one accumulator. Of eight rows a lane 4 g + t, g = 4 u + 2 q1 + q0, owns rows 2 t and 2 t + 1: of
 // every other 64 columns, from 64 u on, columns 4 q .. 4 q + 3 of each block (q = 2 q1 + q0), which is what a word of codes
 // and one draw of random bits take. A half of the warp reads and writes whole sectors of 32 bytes: H200, super120b, every
-// row flushing: 505 us where u and q0 are exchanged, . For whole 128 columns and checkpoints that round.
+// row flushing: 505 us where q0 and u change places, 400. For whole 128 columns and checkpoints that round.
 #pragma once
 #include "readout_flush.cuh"
 
