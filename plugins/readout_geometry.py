@@ -144,8 +144,8 @@ def readout_config(
 def _early_64ths(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, blocks: int) -> int:
     """Share of a call's rows of GDN that give way to rows that fold late (kernels/row_order.cuh): as many as those are.
 
-    H200, batch 256, 0 and 6 64ths: qwen4b with its 16 blocks a row decodes in 65.7 and 61.1 us, qwen122b with 32 in 112.6
-    and 115.3. Of windows of five a quarter of the rows folds: qwen4b 137.9 us at 0, 149.7 at 8 and 146.0 at 16.
+    H200, batch 256, 0 and 6 64ths: qwen4b with its 16 blocks a row decodes in 65.7 and 61.1 us, qwen122b with 32 in
+    112.6 and 115.3. Of windows of five a quarter of the rows folds: qwen4b 137.9 us at 0, 149.7 at 8 and 146.0 at 16.
     """
     if geometry.kind == "mamba2" or settings.max_window > 1 or blocks > 16:
         return 0
