@@ -4,7 +4,8 @@
 // and then goes on as if the history had been empty. See plugins/reference/mamba2.py and readout.cuh.
 //
 // Stamped in: NHEADS, HEADDIM, DSTATE, NGROUPS, ROW_TILES, CTA_ROWS, CTA_WARPS, BUFFER_LEN, MAX_WINDOW, STATE_FORMAT,
-// STOCHASTIC, READOUT_FORMAT, ACTIVATION_FORMAT, BULK_COPY, MIN_CTAS, EARLY_64THS, LATE_64THS, ORDERED_ROWS, SHARED_BYTES.
+// STOCHASTIC, READOUT_FORMAT, ACTIVATION_FORMAT, BULK_COPY, MIN_CTAS, EARLY_FROM, EARLY_MEMBERS, LATE_MEMBERS,
+// LATE_64THS, ORDERED_ROWS, SHARED_BYTES (EARLY_64THS is 0).
 #define HEADS NHEADS
 #define GROUPS NGROUPS
 #define ROWS HEADDIM
@@ -224,7 +225,7 @@ mamba2_readout(
             else build_fold_keys<TOKEN_STRIDE>(shared.fold_keys, tokens);
             if (EARLY_MEMBERS > 0 && tid == 0) shared.row_index = row_index;
             sync_threads();
-            // In shared memory, because registers are scarce in a fold.
+            // Weights in shared memory, because registers are scarce in a fold.
             if (lane < TOKEN_ROWS) *fold_weights(shared.x, lane) = weight;
             sync_warp();
             const activation_t* x_rows = own_x + lane % 16 * X_STRIDE;
@@ -237,6 +238,7 @@ mamba2_readout(
                     v[2 * i] = both.x * activation_low(pairs[i]), v[2 * i + 1] = both.y * activation_high(pairs[i]);
                 }
             };
+            // An nvfp4 readout goes to the tile, where the outputs read it.
             const auto rows_now = [&] {
                 u32 slot_now = (u32)slot;
                 hold_until_here(slot_now);
@@ -247,12 +249,12 @@ mamba2_readout(
                 }
                 return rows;
             };
+            const int head_row = part % CTAS_PER_HEAD * CTA_ROWS;
+            const RoundingKey key = ROUNDING_KEY(head, seq_len);
             if constexpr (FOLDS_COLUMNS)
-                fold_columns(own_values, shared.fold_keys, rows_now(), has_state, decay_of(total),
-                             part % CTAS_PER_HEAD * CTA_ROWS, ROUNDING_KEY(head, seq_len));
+                fold_columns(own_values, shared.fold_keys, rows_now(), has_state, decay_of(total), head_row, key);
             else
-            fold_rows(own_values, shared.fold_keys, rows_now, has_state, decay_of(total),
-                      part % CTAS_PER_HEAD * CTA_ROWS, ROUNDING_KEY(head, seq_len));
+                fold_rows(own_values, shared.fold_keys, rows_now, has_state, decay_of(total), head_row, key);
             if constexpr (NVFP4) {
                 sync_warp();
                 readout_store_own(shared.tile, warp * CTA_ROWS, STATE_ROWS(slot).from(own_row));

@@ -1,8 +1,9 @@
 // A fold of the Mamba2 readout kernel whose matrix steps have the state's columns as rows, so that both parts of a
 // coefficient meet in one accumulator. Of eight rows a lane 4 g + t, g = 4 u + 2 q1 + q0, owns rows 2 t and 2 t + 1: of
-// every other 64 columns, from 64 u on, columns 4 q .. 4 q + 3 of each block (q = 2 q1 + q0), which is what a word of codes
-// and one draw of random bits take. A half of the warp reads and writes whole sectors of 32 bytes: H200, super120b, every
-// row flushing: 505 us where q0 and u change places, 400. For whole 128 columns and checkpoints that round.
+// every other 64 columns, from 64 u on, columns 4 q .. 4 q + 3 of each block (q = 2 q1 + q0), which is what a word of
+// codes and one draw of random bits take. A half of the warp reads and writes whole sectors of 32 bytes: H200,
+// super120b, every row flushing: 505 us where q0 and u change places, 400. For whole 128 columns and checkpoints that
+// round.
 #pragma once
 #include "readout_flush.cuh"
 
@@ -14,8 +15,8 @@ typedef float TwoRows[2][OWN_PAIRS][8];
 DEVICE int own_pair(int k) { return 4 * (k / 2) + 2 * (int)(threadIdx.x / 16 % 2) + k % 2; }
 DEVICE int own_quarter() { return (int)(threadIdx.x / 4 % 4); }
 
-// Rows of the history as the fold's first operand: two words of 16 bytes for (step of 16 tokens, block of a lane, lane).
-// Built by the whole block. STRIDE: elements between tokens.
+// Rows of the history as the fold's first operand: two words of 16 bytes for (step of 16 tokens, block of a lane,
+// lane). Built by the whole block. STRIDE: elements between tokens.
 template <int STRIDE>
 DEVICE void build_column_keys(uint4* fold_keys, const activation_t* tokens) {
     const int lane = threadIdx.x % 32, t = lane % 4;
@@ -85,7 +86,8 @@ DEVICE void share_two_maxima(const TwoRows& s, float (&own)[OWN_PAIRS]) {
     }
 }
 
-// Stores the readout of the lane's columns; returns the largest magnitude, as bits, of row 2 t + q1. to: the eight rows.
+// Stores the readout of the lane's columns; returns the largest magnitude, as bits, of row 2 t + q1. to: the eight
+// rows.
 DEVICE u32 store_two_codes(const TwoRows& s, const StateRows& to) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, row = 2 * t + g / 2 % 2;
     float own[OWN_PAIRS], factors[OWN_PAIRS];

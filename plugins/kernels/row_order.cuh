@@ -76,9 +76,10 @@ DEVICE u32 row_at(u32 place, u32* words, const Early& early) {
 }
 
 // ---------------------------------------------------------------------------------------------------------- sets
-// The same with fewer reads. Early places begin at EARLY_FROM, behind those of a launch's first blocks, whose reads nothing
-// hides; LATE_64THS of what follows is late. A set is EARLY_MEMBERS neighbours of the ones and LATE_MEMBERS of the others:
-// in it the n-th late row that may fold changes with the n-th early one that may not. A warp looks at its set by itself.
+// The same with fewer reads. Early places begin at EARLY_FROM, behind those of a launch's first blocks, whose reads
+// nothing hides; LATE_64THS of what follows is late. A set is EARLY_MEMBERS neighbours of the ones and LATE_MEMBERS of
+// the others: in it the n-th late row that may fold changes with the n-th early one that may not. A warp looks at its
+// set by itself.
 #ifdef EARLY_MEMBERS
 constexpr u32 MEMBERS = EARLY_MEMBERS + LATE_MEMBERS;
 static_assert(MEMBERS <= 32, "a lane for each");
