@@ -44,14 +44,19 @@ route_tokens(
     const int token = (int)blockIdx.x * (THREADS / 32) + (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
     if (token >= tokens) return;
     logits += offset_of(token, stride);
+    // All loads first: those behind a sigmoid's branches would wait for each other.
+    float scores[OWN], biases[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        const int expert = lane + 32 * i < EXPERTS ? lane + 32 * i : EXPERTS - 1;
+        scores[i] = logit_of(logits, expert);
+        biases[i] = SIGMOID ? bias[expert] : 0.f;
+    }
     u32 keys[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-        const int expert = lane + 32 * i;
-        keys[i] = TAKEN;
-        if (expert >= EXPERTS) continue;
-        const float logit = logit_of(logits, expert);
-        keys[i] = key_of(SIGMOID ? sigmoid(logit) + bias[expert] : logit);
+        const float score = SIGMOID ? sigmoid_side_by_side(scores[i]) + biases[i] : scores[i];
+        keys[i] = lane + 32 * i < EXPERTS ? key_of(score) : TAKEN;
     }
     int chosen = 0;
     for (int choice = 0; choice < TOP_K; choice++) {
