@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from replayssm.plugins.step_ends import LAST_CHOSEN
-from replayssm.runtime import parallel_session
+from replayssm.runtime import parallel_processes, parallel_session
 from replayssm.runtime.errors import RankLostError
 from replayssm.runtime.generation import generate
 from replayssm.runtime.parallel import rank_engine
@@ -247,3 +247,18 @@ def test_a_rank_that_cannot_load_says_why(session, engine, tmp_path):
     (copy / json.loads((copy / "config.json").read_text())["networks"]).unlink()
     with pytest.raises(RankLostError, match=r"rank 1 of 2 ended \(exit code 1\), EngineDirectoryError: .*networks"):
         open_session(rank_engine(whole, 0, 2), 1)
+
+
+def test_a_group_that_cannot_be_left_in_order_is_aborted(monkeypatch):
+    """A thread that stays in the group would abort the interpreter's end, whatever its exit code was to be."""
+    stuck, left = threading.Event(), []
+    monkeypatch.setattr(parallel_processes, "GRACE_S", 0.2)
+    monkeypatch.setattr(parallel_processes.dist, "destroy_process_group", stuck.wait)
+    monkeypatch.setattr(parallel_processes, "_abort", lambda: left.append("aborted"))
+    peers = Peers.__new__(Peers)
+    peers.failure = None
+    peers._leave()
+    assert left == ["aborted"]
+    stuck.set()
+    peers._leave()
+    assert left == ["aborted"], "in order where that ends"
