@@ -318,6 +318,43 @@ def test_tensor_parallel_lines(tiny: Path, tmp_path: Path) -> None:
     assert divided["tokens_per_s"] == pytest.approx(3e6 / divided["median_us"], abs=0.1)
 
 
+def test_a_rank_of_the_speculation_benchmark(tiny: Path, tmp_path: Path) -> None:
+    """A group of this process alone; replay decode in another format stands beside plain."""
+    output = tmp_path / "out.jsonl"
+    arguments = [
+        "--model",
+        str(tiny),
+        "--batch-size",
+        "2",
+        "--prompt-len",
+        "6",
+        "--draft-len",
+        "2",
+        "--output",
+        str(output),
+    ]
+    arguments += ["--variants", "plain", "snapshots", "--also-replay", "float16:float8:stochastic"]
+    try:
+        speculation.measure_rank(
+            Place(0, 1, "cpu", str(tmp_path / "store"), 1), None, speculation.parse([*arguments, *COMMON])
+        )
+    finally:
+        torch.distributed.destroy_process_group()
+    found = {line["variant"]: line for line in lines(output)}
+    assert list(found) == ["plain", "snapshots", "replay-float16-float8-stochastic"]
+    assert [(line["window"], line["ranks"], line["correct"]) for line in found.values()] == [
+        (w, 1, True) for w in (1, 3, 1)
+    ]
+    with pytest.raises(SystemExit):
+        speculation.parse([*arguments, "--ranks", "2", "--dataset", "some.jsonl"])
+
+
+def test_a_vocabulary_is_cut_like_layers(tiny: Path) -> None:
+    assert load_model(str(tiny), CPU, random_weights=True, vocabulary=128).vocab_size == 128
+    with pytest.raises(ValueError, match="--vocabulary takes random weights and 1 to 512 tokens, got 128"):
+        load_model(str(tiny), CPU, vocabulary=128)
+
+
 def test_percentile_lies_between_neighbours():
     """A median of two must not be the slower one: it would favour whoever is compared with it."""
     assert e2e_run.percentile([4.0, 1.0], 0.5) == 2.5
