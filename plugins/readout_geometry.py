@@ -25,10 +25,10 @@ REGISTERS_OF_MAMBA2 = 80
 """The same, of nvfp4 readouts. H200, batch 256, fp16 stochastic, by blocks of a multiprocessor: decode of super120b 5:
 97.3 us, 6: 90.2, 7: 92.5 (spilling); nano4b 86.7, 83.9, 88.4."""
 
-REGISTERS_OF_GDN_DECODE = 96
+REGISTERS_OF_GDN = 96
 """The same, H200, qwen4b, by blocks of a multiprocessor: decode 4: 69.5 us, 5: 68.7, 6: 73.2 (spilling in the flush);
-without a flush 47.2, 45.0, 45.1. Of windows of five 4: 113.3, 5: 115.4, 6: 121.9 (spilling), without a flush 62.4,
-63.3, 66.3; qwen122b 4: 215.6, 5: 218.9, without a flush 119.8, 121.0."""
+without a flush 47.2, 45.0, 45.1. Windows of five, in an earlier form, 4: 117.4, 5: 117.3, 6: 119.9 (spilling), without
+a flush 67.8, 64.2, 61.5; qwen122b 226.0, 224.7, 230.1 and 132.9, 125.5, 123.7."""
 
 AHEAD_ROWS_OF_WINDOWS = 24
 """Rows by which a block of kernels/gdn_readout_tiled.cuh asks ahead for checkpoint positions. H200, windows of five, 24
@@ -98,7 +98,7 @@ def readout_config(
     tiled = _is_tiled(geometry, settings, count)
     if min_ctas is None:
         # A quarter of a multiprocessor's registers serves a quarter of its warps.
-        per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * _registers_wanted(geometry, settings, arch))
+        per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * _registers_wanted(geometry, settings, arch, tiled))
         min_ctas = max(1, min(4 * per_quarter // warps, limits.shared_per_sm // (shared + geo.RESERVED_BYTES), 16))
     blocks = heads * (rows // count) // warps
     early = _early_64ths(geometry, settings, blocks) if early_64ths is None else early_64ths
@@ -165,7 +165,7 @@ def _is_tiled(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, 
     return geometry.kind == "gdn" and windows and settings.u_source == "readout" and cta_rows % 16 == 0
 
 
-def _registers_wanted(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, arch: int) -> int:
+def _registers_wanted(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, arch: int, tiled: bool) -> int:
     """Registers per thread: as few as keep the nvfp4 kernels from spilling, which is all that is measured."""
     if arch >= 100 or (geometry.kind == "gdn" and arch < 90):
         return 160
@@ -174,7 +174,7 @@ def _registers_wanted(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySe
     if geometry.kind == "mamba2":
         # Windows of parts of 80 rows spill: H200, nano4b, 6 blocks 172.1 us, 5 blocks 161.7.
         return 96 if settings.max_window > 1 and geometry.state_shape[1] > 64 else REGISTERS_OF_MAMBA2
-    return REGISTERS_OF_GDN_DECODE if settings.max_window == 1 else REGISTERS_WANTED
+    return REGISTERS_OF_GDN if tiled or settings.max_window == 1 else REGISTERS_WANTED
 
 
 def _default_rows(geometry: Mamba2Geometry | GdnGeometry) -> int:

@@ -101,6 +101,14 @@ DEVICE void replace_by_fold_keys(uint4* tokens) {
 
 // Where the warps of a head each compute a part of its coefficients for all of them.
 constexpr bool SHARED_COEFFICIENTS = TILED && CTAS_PER_HEAD > 1 && WARPS % CTAS_PER_HEAD == 0;
+// For all warps of head `head` of the block. Were a barrier's number computed, a block would claim all sixteen, and four blocks
+// all that a multiprocessor has.
+template <int HEAD>
+DEVICE void sync_head(int head) {
+    if constexpr (HEAD + 1 < BLOCK_HEADS)
+        if (head != HEAD) return sync_head<HEAD + 1>(head);
+    sync_fixed_group<1 + HEAD, 32 * CTAS_PER_HEAD>();
+}
 struct SharedCoefficients {
     uint4 past[TOKEN_STEPS][2][32], window[32];
 };
@@ -133,7 +141,7 @@ struct TiledCoefficients {
                 shared->past[step][1][lane] = make_uint4(c[0].low, c[1].low, c[2].low, c[3].low);
             }
         if (part == 1) shared->window[lane] = make_uint4(u.high, output.high, u.low, output.low);
-        sync_group(1 + warp / CTAS_PER_HEAD, 32 * CTAS_PER_HEAD);
+        sync_head<0>(warp / CTAS_PER_HEAD);
         if (history)
 #pragma unroll
             for (int step = 0; step < TOKEN_STEPS; step++) {

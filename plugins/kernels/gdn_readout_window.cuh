@@ -305,7 +305,8 @@ DEVICE void fold_history(const uint4* fold_keys, const u16* u, const Gates& gate
             values[i] = i % 2 ? bf16_high(words[0][i / 2]) : bf16_low(words[0][i / 2]);
             if (U_PLANES == 2)
                 values[i] += i % 2 ? bf16_high(words[U_PLANES - 1][i / 2]) : bf16_low(words[U_PLANES - 1][i / 2]);
-            values[i] *= past[step][i];
+            // Kept, the decays cost registers that the six blocks of TILED windows do not have.
+            values[i] *= TILED ? gates.past[16 * step + i / 2 * 8 + 2 * t + i % 2] : past[step][i];
         }
     };
     fold_rows(own_values, fold_keys, rows, has_state, gates.history, first_row, key);

@@ -537,6 +537,11 @@ DEVICE void sync_threads() { __syncthreads(); }
 DEVICE void sync_group(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+// The same of a barrier that is known when the kernel is compiled.
+template <int BARRIER, int COUNT>
+DEVICE void sync_fixed_group() {
+    asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(COUNT) : "memory");
+}
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void atomic_or(int* address, int value) { atomicOr(address, value); }
 // Returns what was there before.

@@ -539,6 +539,8 @@ DEVICE const T* advance(const T* pointer, u32 index, u32 bytes) {
 }
 DEVICE void sync_threads() { emulation::meet(emulation::block_meeting, emulation::threads); }
 DEVICE void sync_group(int barrier, int expected) { emulation::meet(emulation::group_meetings[barrier], expected); }
+template <int BARRIER, int COUNT>
+DEVICE void sync_fixed_group() { sync_group(BARRIER, COUNT); }
 DEVICE void sync_warp() { emulation::exchange("syncwarp", {0}, [](u32 (*)[6], int) { return 0; }); }
 DEVICE void atomic_or(int* address, int value) { *address |= value; }
 DEVICE int atomic_add(int* address, int value) { return std::exchange(*address, *address + value); }
