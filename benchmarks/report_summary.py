@@ -12,10 +12,14 @@ from report_lines import (
     longest_contexts,
     model_of,
     select,
+    shape_of,
     table,
     usual,
 )
 from report_vllm import over_vllm
+
+LOW = "float16-nvfp4-stochastic"
+"""Of variants: an fp16 checkpoint and a 4-bit copy."""
 
 
 def kernel_summary(lines: list[Line]) -> str:
@@ -51,18 +55,19 @@ def over_snapshots(lines: list[Line], name: str, formats: dict[str, str]) -> str
 
 
 def step_summary(lines: list[Line]) -> str:
-    """How many times as fast whole steps are as others, at the batch of every table."""
+    """How many times as fast whole steps are as others; at another batch than the usual one where that was not run."""
     lines = usual(lines)
-    steps = longest_contexts(select(decode_lines(lines), batch=BATCH))
-    drafts = select(lines, benchmark="e2e_spec_decode_throughput", batch=BATCH)
-    divided = select(lines, benchmark="e2e_tensor_parallel", batch=BATCH, variant="2 gpus")
+    steps = longest_contexts(decode_lines(lines))
+    drafts = select(lines, benchmark="e2e_spec_decode_throughput", fill="desync")
+    divided = select(lines, benchmark="e2e_tensor_parallel", variant="2 gpus", batch=BATCH)
     rows = []
-    for title in dict.fromkeys(model_of(line) for line in [*steps, *drafts]):
+    for title in dict.fromkeys(model_of(line) for line in [*steps, *drafts] if shape_of(line) in NAMES):
         own, spec, two = ([line for line in each if model_of(line) == title] for each in (steps, drafts, divided))
+        # Decoding stands in both benchmarks; that of its own has more steps.
         values = [
-            speedup(own, "replay"),
-            over_vllm(own),
-            speedup(own, "replay-float16-nvfp4-stochastic"),
+            speedup(own, "replay") or speedup(spec, "replay"),
+            over_vllm(select(own, batch=BATCH)),
+            speedup(own, f"replay-{LOW}") or speedup(spec, f"replay-{LOW}"),
             with_drafts(spec, "speedup_over_snapshots"),
             with_drafts(spec, "speedup"),
             speedup(two, "2 gpus"),
@@ -76,11 +81,22 @@ def step_summary(lines: list[Line]) -> str:
 
 
 def with_drafts(lines: list[Line], field: str) -> str:
-    """Of fp32 states, and behind it of fp16 ones with a 4-bit copy."""
-    low = speedup(lines, "replay-speculation-float16-nvfp4-stochastic", field).strip("*")
-    return speedup(lines, "replay-speculation", field) + (f" ({low})" if low else "")
+    """Of fp32 states, and behind it of fp16 ones with a 4-bit copy, at the same batch."""
+    ours = best_batch(lines, "replay-speculation", field)
+    if ours is None:
+        return ""
+    low = best_batch(select(lines, batch=ours["batch"]), f"replay-speculation-{LOW}", field)
+    return speedup([ours], ours["variant"], field) + (f" ({low[field]:.2f}x)" if low else "")
 
 
 def speedup(lines: list[Line], variant: str, field: str = "speedup") -> str:
+    line = best_batch(lines, variant, field)
+    if line is None:
+        return ""
+    return f"**{line[field]:.2f}x**" + ("" if line["batch"] == BATCH else f", batch {line['batch']}")
+
+
+def best_batch(lines: list[Line], variant: str, field: str) -> Line | None:
+    """The line of the usual batch, or else of the largest; None without lines."""
     found = [line for line in select(lines, variant=variant) if line["correct"] and line.get(field)]
-    return f"**{found[0][field]:.2f}x**" if found else ""
+    return max(found, key=lambda line: (line["batch"] == BATCH, line["batch"]), default=None)

@@ -184,3 +184,14 @@ def test_other_rings_stand_in_the_whole_table_alone() -> None:
         "| Qwen3.5-4B, float32, L = 32 | decode | 40 | 75 % | 100 | 2.50x | 120 |  |  |",
     ]
     assert report_summary.kernel_summary([*lines, longer]) == report_summary.kernel_summary(lines)
+
+
+def test_the_summary_names_another_batch_where_the_usual_one_was_not_run() -> None:
+    spec = {"benchmark": "e2e_spec_decode_throughput", "fill": "desync", "speedup_over_snapshots": 1.4}
+    lines = [decode_line("replay-speculation", **spec, batch=batch, speedup=2.0) for batch in (64, 128)]
+    (row,) = report_summary.step_summary(lines).splitlines()[2:]
+    assert row == "| Nemotron-3-Nano-4B |  |  |  | **1.40x**, batch 128 | **2.00x**, batch 128 |  |"
+    low = decode_line("replay-speculation-float16-nvfp4-stochastic", **spec, batch=256, speedup=3.0)
+    usual = decode_line("replay-speculation", **spec, batch=256, speedup=2.5)
+    (row,) = report_summary.step_summary([*lines, low, usual]).splitlines()[2:]
+    assert row == "| Nemotron-3-Nano-4B |  |  |  | **1.40x** (1.40x) | **2.50x** (3.00x) |  |"
