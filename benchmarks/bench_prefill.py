@@ -1,13 +1,13 @@
 """Prefill of one layer: our chunked kernels, the same rows walked token by token, and the peers' chunked kernels.
 
     python benchmarks/bench_prefill.py [--geometries nano4b,qwen4b] [--batches 1,8] [--tokens 4096]
-                                     [--format float16:stochastic:nvfp4] [--tune]
+                                     [--formats float32,float16:stochastic:nvfp4] [--tune]
 
 Rows of `tokens` tokens from an empty sequence, whose final state is kept. Bytes are the inputs, the outputs and the
 state, each moved once; the ceiling is that of reading and writing. Inputs and outputs rotate through more memory than
 any cache holds. Outputs are compared with the fp64 recurrence, on some heads, before anything is timed: a peer that
-multiplies in bf16 is right within 1e-2, ours within the rounding of its outputs. --format: of the state, which peers
-keep in fp32. --tune: measure every launch geometry.
+multiplies in bf16 is right within 1e-2, ours within the rounding of its outputs. --formats: of the state; peers,
+which keep it in fp32, are measured beside a format of fp32. --tune: measure every launch geometry.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from window_layers import GEOMETRIES
 
 from replayssm.plugins import launch
 from replayssm.plugins.arguments import gdn_arguments, mamba2_arguments
-from replayssm.plugins.contract import Geometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import Geometry, Mamba2Geometry, ReplaySettings, checkpoint_parts, readout_parts
 from replayssm.plugins.geometry import KernelConfig, row_candidates, window_config
 from replayssm.plugins.prefill_geometry import prefill_config
 from replayssm.plugins.reference import recurrence
@@ -50,7 +50,8 @@ class Prompt:
         total = batch * tokens
         outputs = total * heads * g.state_shape[1]
         size = 2 * (outputs + total * sum(torch.Size(shape).numel() for shape in shapes))
-        self.nbytes = size + self.state["checkpoint"].nbytes
+        parts = (*checkpoint_parts(geometry, settings), *readout_parts(geometry, settings.readout_dtype))
+        self.nbytes = size + batch * sum(part.nbytes for part in parts)
         self.sets = max(1, min(8, -(-COLD_BYTES // size)))
         self.inputs = [[torch.randn(total, *s, device="cuda").to(act) for s in shapes] for _ in range(self.sets)]
         self.outputs = [torch.empty(total, *g.state_shape[:2], device="cuda", dtype=act) for _ in self.inputs]
@@ -114,8 +115,9 @@ def measure(results: Results, name: str, batch: int, tokens: int, settings: Repl
     if batch == 1:
         configs["token by token"] = window_config(prompt.geometry, settings, arch)
     variants = {key: (prompt.launches(config), prompt.outputs[0], OUR_ERROR) for key, config in configs.items()}
-    for key, calls in (peers.mamba2_prefill_peers if prompt.is_mamba2 else peers.gdn_prefill_peers)(prompt).items():
-        variants[key] = (calls, None, PEER_ERROR)
+    if (settings.state_dtype, settings.readout_dtype) == ("float32", "same"):
+        others = (peers.mamba2_prefill_peers if prompt.is_mamba2 else peers.gdn_prefill_peers)(prompt)
+        variants |= {key: (calls, None, PEER_ERROR) for key, calls in others.items()}
     for key, (calls, out, limit) in variants.items():
         try:
             if out is not None:
@@ -146,15 +148,15 @@ if __name__ == "__main__":
     parser.add_argument("--geometries", default="nano4b,super120b,qwen4b,qwen122b")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--format", default="float32", help="state_dtype, or state_dtype:state_rounding:readout_dtype")
+    parser.add_argument("--formats", default="float32", help="state_dtype, or state_dtype:state_rounding:readout_dtype")
     parser.add_argument("--tune", action="store_true")
     arguments = parser.parse_args()
-    state, rounding, readout = (*arguments.format.split(":"), "nearest", "same")[:3]
-    settings = ReplaySettings(
-        max_window=5, max_seq_len=1 << 20, state_dtype=state, state_rounding=rounding, readout_dtype=readout
-    )
     results = Results("prefill")
     for name in arguments.geometries.split(","):
         for batch in map(int, arguments.batches.split(",")):
-            measure(results, name, batch, arguments.tokens, settings, arguments.tune)
-            torch.cuda.empty_cache()
+            for chosen in arguments.formats.split(","):
+                state, rounding, readout = (*chosen.split(":"), "nearest", "same")[:3]
+                formats = {"state_dtype": state, "state_rounding": rounding, "readout_dtype": readout}
+                settings = ReplaySettings(max_window=5, max_seq_len=1 << 20, **formats)
+                measure(results, name, batch, arguments.tokens, settings, arguments.tune)
+                torch.cuda.empty_cache()

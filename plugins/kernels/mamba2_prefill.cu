@@ -236,12 +236,13 @@ mamba2_prefill(ENTRY_IN, ENTRY_SCALARS, ENTRY_OUT) {
     float s[COLUMN_TILES][4];
     activation_t* const output = y + start * (HEADS * ROWS) + own_row;
 #ifdef READOUT_FORMAT
-    const StateRows state = STATE_ROWS(row.slot).from(own_row);
-    load_rows(s, state, rows, row.checkpoint_position > 0);
+    load_rows(s, STATE_ROWS(row.slot).from(own_row), rows, row.checkpoint_position > 0);
     walk(shared, in, first, s, output, rows);
     // All warps have used what the tokens' buffers hold.
     static_assert(WARPS * STORE_SIZE <= sizeof(Shared), "warps stage their rows there");
-    store_rows(s, (float*)(memory + warp * STORE_SIZE), state, rows, own_row % ROWS,
+    u32 slot_now = (u32)row.slot;
+    hold_until_here(slot_now);  // addresses that are computed from it before the walk would cost registers
+    store_rows(s, (float*)(memory + warp * STORE_SIZE), STATE_ROWS((int)slot_now).from(own_row), rows, own_row % ROWS,
                ROUNDING_KEY(block.head, row.seq_len + row.length));
 #else
     const long long state_offset = slot * checkpoint_stride + (long long)own_row * COLUMNS;

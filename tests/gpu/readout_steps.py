@@ -89,6 +89,49 @@ def exact_steps(steps: Steps, kernels) -> tuple[LayerState, LayerState]:
     return state, to_device(mine, "cpu")
 
 
+def prefill_steps(steps: Steps, kernels) -> tuple[LayerState, LayerState]:
+    """(what the reference stores of three prefill rows' last states, what the kernels store).
+
+    The states are those that the kernels compute where the checkpoint is fp32: the same numbers, so every byte must be
+    equal. Of the rows one is fresh, one continues a checkpoint and one a history.
+    """
+    geometry, settings = steps.geometry, steps.settings
+    plain = {"state_dtype": "float32", "state_rounding": "nearest", "rounding_seed": 0, "readout_dtype": "same"}
+    wide = ReplaySettings(**{**vars(settings), **plain, "u_source": "readout"})
+    name, longest = f"{geometry.kind}_window", steps.longest_prefill
+
+    def run(states: list[LayerState], seq_lens: list[int], lengths: list[int], slots: list[int]) -> list[torch.Tensor]:
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        inputs, columns = steps.inputs(sum(lengths)), (seq_lens, starts, lengths, slots)
+        index = [torch.tensor(column, dtype=torch.int32, device=steps.device) for column in columns]
+        return [getattr(kernels, name)(*inputs, *steps.constants, state, *index, LAYER) for state in states]
+
+    narrow = steps.pool()
+    first = [longest // 2, longest]
+    run([narrow], [0, 0], first, [1, 0])
+    window = min(settings.buffer_len, settings.max_window)
+    run([narrow], first[1:], [window], [0])
+    parts = {name: tensor.clone() for name, tensor in narrow.tensors.items() if not name.startswith("readout")}
+    parts.pop("checkpoint_scale", None)
+    parts["checkpoint"] = torch.full((steps.slots, *geometry.state_shape), torch.nan, device=steps.device)
+    for slot in (0, 1):
+        parts["checkpoint"][slot] = load_checkpoint(narrow, slot, torch.float32)
+    exact = LayerState(geometry, wide, parts, narrow.error_flag.clone())
+    seq_lens, slots = [0, first[1] + window, first[0]], [2, 0, 1]
+    lengths = [longest, longest - 1, settings.max_window + 1]
+    outputs = run([narrow, exact], seq_lens, lengths, slots)
+    assert torch.equal(*outputs)
+    assert int(narrow.error_flag) == int(exact.error_flag) == 0
+    mine, expected = to_device(narrow, "cpu"), to_device(narrow, "cpu")
+    for seq_len, length, slot in zip(seq_lens, lengths, slots, strict=True):
+        assert (mine["checkpoint_position"][slot] == seq_len + length).all()
+        for part in expected.tensors:
+            if part.startswith(("checkpoint", "readout")) and part != "checkpoint_position":
+                expected[part][slot].view(torch.uint8).fill_(85)
+        store_state(expected, slot, exact["checkpoint"][slot].cpu(), RandomKey(LAYER, seq_len + length))
+    return expected, mine
+
+
 def assert_same_bytes(mine: LayerState, expected: LayerState) -> None:
     """Checkpoint and readout of slots 0 to 2 are equal bit for bit; NaN equals NaN."""
     for name, value in expected.tensors.items():

@@ -15,6 +15,8 @@ sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parent
 from emulate import kernel_parameters
 from shapes import NANO, QWEN122B, SUPER
 
+NVFP4 = {"state_dtype": "float16", "state_rounding": "stochastic", "readout_dtype": "nvfp4"}
+
 OLDEST_DRIVER_PTX = (9, 0)
 """PTX version of CUDA 13.0, the oldest whose drivers are supported."""
 
@@ -147,16 +149,41 @@ def compile_prefill(config: geo.KernelConfig, arch: int, kernel_cache: Path) -> 
     return nvrtc.compile_kernel(config.kernel, dict(config.defines), arch, cache=kernel_cache)
 
 
+def assert_prefill_fits(config: geo.KernelConfig, arch: int, kernel_cache: Path) -> None:
+    """Blocks of 9 warps and more may spill a few words: 168 registers a thread."""
+    used = resources(compile_prefill(config, arch, kernel_cache).log)
+    assert used["spill_stores"] <= (0 if config.threads <= 256 else 64)
+    assert used["static_shared"] == 0
+    assert used["registers"] * config.threads <= geo.REGISTERS_PER_SM
+
+
 @pytest.mark.parametrize("arch", geo.ARCHITECTURES)
 @pytest.mark.parametrize("geometry", [NANO, SUPER, QWEN122B], ids=["nano4b", "super120b", "qwen"])
 def test_prefill_compiles_on_every_architecture(geometry, arch: int, kernel_cache: Path) -> None:
-    """For one prompt and for many. Blocks of 9 warps and more may spill a few words: 168 registers a thread."""
+    """For one prompt and for many."""
     for prompts in (1, 64):
         config = prefill_config(geometry, ReplaySettings(max_window=5), arch, prompts=prompts)
-        used = resources(compile_prefill(config, arch, kernel_cache).log)
-        assert used["spill_stores"] <= (0 if config.threads <= 256 else 64)
-        assert used["static_shared"] == 0
-        assert used["registers"] * config.threads <= geo.REGISTERS_PER_SM
+        assert_prefill_fits(config, arch, kernel_cache)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "arch", "prompts", "embedded"),
+    [
+        (QWEN122B, 80, 1, False),
+        (QWEN122B, 86, 64, True),
+        (QWEN122B, 89, 64, False),
+        (QWEN122B, 90, 64, False),
+        (SUPER, 90, 1, False),
+        (QWEN122B, 100, 64, False),
+        (SUPER, 103, 64, True),
+        (NANO, 120, 1, False),
+        (NANO, 121, 1, True),
+    ],
+)
+def test_low_precision_prefill_compiles(geometry, arch: int, prompts: int, embedded: bool, kernel_cache: Path) -> None:
+    config = prefill_config(geometry, ReplaySettings(max_window=5, **NVFP4), arch, embedded, prompts=prompts)
+    assert {"READOUT_FORMAT", "STOCHASTIC"} <= dict(config.defines).keys()
+    assert_prefill_fits(config, arch, kernel_cache)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
