@@ -27,8 +27,8 @@ REGISTERS_OF_MAMBA2 = 80
 
 REGISTERS_OF_GDN = 96
 """The same, H200, qwen4b, by blocks of a multiprocessor: decode 4: 69.5 us, 5: 68.7, 6: 73.2 (spilling in the flush);
-without a flush 47.2, 45.0, 45.1. Windows of five, in an earlier form, 4: 117.4, 5: 117.3, 6: 119.9 (spilling), without
-a flush 67.8, 64.2, 61.5; qwen122b 226.0, 224.7, 230.1 and 132.9, 125.5, 123.7."""
+without a flush 47.2, 45.0, 45.1. Windows of five 4: 115.3, 5: 114.0, 6: 118.2 (spilling), without a flush 62.5, 58.4,
+57.1; qwen122b 219.6, 218.1, 220.8 and 120.9, 113.4, 111.5."""
 
 AHEAD_ROWS_OF_WINDOWS = 24
 """Rows by which a block of kernels/gdn_readout_tiled.cuh asks ahead for checkpoint positions. H200, windows of five, 24
