@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +34,7 @@ from replayssm.runtime.api_requests import RequestMaker, ServerOptions
 from replayssm.runtime.api_schema import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from replayssm.runtime.chat_format import MessageParser
 from replayssm.runtime.engine_loop import EngineLoop, NotServingError
+from replayssm.runtime.environment import own_version
 from replayssm.runtime.metrics import Metrics
 from replayssm.runtime.requests import PromptTooLongError, Request, Update
 from replayssm.runtime.scheduler import QueueFullError
@@ -274,7 +274,7 @@ def create_app(loop: EngineLoop, options: ServerOptions) -> FastAPI:
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        return {"version": metadata.version("replayssm-trt")}
+        return {"version": own_version()}
 
     @app.get("/health")
     async def health() -> Response:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections.abc import Iterable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from replayssm.runtime.bench_run import Record
+from replayssm.runtime.environment import own_version
 from replayssm.runtime.scheduler import Scheduler
 from replayssm.runtime.serving import slot_bytes
 
@@ -87,7 +87,7 @@ def _engine(engine: Any) -> dict[str, Any]:
         "model": manifest.model["name"],
         "model_path": None,
         "engine_dir": str(engine.directory),
-        "version": f"replayssm-trt {metadata.version('replayssm-trt')}",
+        "version": f"replayssm-trt {own_version()}",
         "backend": "Pytorch" if manifest.target == "torch" else "TRT",
         "dtype": manifest.replay.activation_dtype,
         "kv_cache_dtype": manifest.replay.activation_dtype,

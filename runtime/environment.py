@@ -141,6 +141,11 @@ def _install(extra: str) -> str:
     return f"pip install '.[{extra}]' in the project's folder"
 
 
+def own_version() -> str:
+    """Version of this project as installed; sources that are only on Python's path have none."""
+    return _first_version(("replayssm-trt",)) or "not installed"
+
+
 def _first_version(distributions: tuple[str, ...]) -> str | None:
     for name in distributions:
         try:

@@ -136,9 +136,9 @@ def _one_line(error: Exception) -> str:
 def _show_version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
     if not value or ctx.resilient_parsing:
         return
-    from importlib.metadata import version
+    from replayssm.runtime.environment import own_version
 
-    click.echo(f"replayssm {version('replayssm-trt')}")
+    click.echo(f"replayssm {own_version()}")
     ctx.exit()
 
 

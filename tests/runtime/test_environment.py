@@ -77,3 +77,11 @@ def test_report_of_this_machine_is_json() -> None:
     report = json.loads(json.dumps(examine().to_json()))
     assert {"gpu", "driver", "packages", "targets"} <= report.keys()
     assert report["packages"]["torch"]
+
+
+def test_sources_without_an_installation_have_a_name_for_their_version(monkeypatch) -> None:
+    def absent(name: str) -> str:
+        raise environment.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(environment.importlib.metadata, "version", absent)
+    assert environment.own_version() == "not installed"
