@@ -13,10 +13,10 @@ import click
 
 from replayssm.scripts.config_file import apply_config
 from replayssm.scripts.draft_options import DRAFT_NAMES, scheduled_draft_options
+from replayssm.scripts.engine_options import as_asked, fp8_activations_option, tensor_parallel_option
 from replayssm.scripts.files import check_writable, write_lines
 from replayssm.scripts.help_groups import GroupedCommand, OrderedGroup
 from replayssm.scripts.number_types import FiniteRange
-from replayssm.scripts.parallel_option import tensor_parallel_option
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -34,6 +34,7 @@ _COMMON = (
         help="cuda: the first GPU, with this project's kernels and captured steps.",
     ),
     tensor_parallel_option,
+    fp8_activations_option,
     click.option("--config", "--extra-llm-api-options", type=FILE, help="YAML with trtllm-bench's keys; goes first."),
     click.option(
         "--num-requests",
@@ -77,7 +78,7 @@ _MEMORY = click.option(
 
 
 GROUPS = {
-    "Engine and device": ("engine", "config", "device", "tensor_parallel_size"),
+    "Engine and device": ("engine", "config", "device", "tensor_parallel_size", "fp8_activations"),
     "Requests": ("dataset", "num_requests", "warmup", "concurrency", "eos_id", "sampler_options"),
     "Batch and memory": (
         "max_batch_size",
@@ -137,7 +138,6 @@ def _run(
     from replayssm.runtime.bench_report import make_report, request_json, text_report
     from replayssm.runtime.bench_run import check_samples, run_samples
     from replayssm.runtime.engine import Engine
-    from replayssm.runtime.parallel import rank_engine
     from replayssm.runtime.parallel_session import open_session
     from replayssm.runtime.scheduler import Scheduler, SchedulerOptions
 
@@ -147,7 +147,9 @@ def _run(
         raise ValueError(f"concurrency must be positive, or -1 for all at once, got {options['concurrency']}")
     drafts = (options[name] for name in ("draft", "draft_len", "adaptive_drafts", "draft_sampling"))
     serving.check_draft_options(*drafts)
-    loaded = rank_engine(Engine.load(engine), 0, options["tensor_parallel_size"])
+    loaded = as_asked(
+        Engine.load(engine), options["device"], options["tensor_parallel_size"], options["fp8_activations"]
+    )
     loaded = serving.with_max_seq_len(loaded, options["max_seq_len"])
     if not -1 <= options["eos_id"] < loaded.vocab_size:
         raise ValueError(

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from replayssm.scripts.draft_options import draft_options
-from replayssm.scripts.parallel_option import tensor_parallel_option
+from replayssm.scripts.engine_options import as_asked, fp8_activations_option, tensor_parallel_option
 
 
 @click.command()
@@ -49,6 +49,7 @@ from replayssm.scripts.parallel_option import tensor_parallel_option
     help="cuda: the first GPU, with this project's kernels and captured steps.",
 )
 @tensor_parallel_option
+@fp8_activations_option
 @click.option("--verify", is_flag=True, help="Check every file of the engine against its SHA-256 first.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object (a list of them for several prompts).")
 @click.option("--stream", is_flag=True, help="Print text as it is generated.")
@@ -65,6 +66,7 @@ def generate(
     ignore_eos: bool,
     device: str,
     tensor_parallel_size: int,
+    fp8_activations: bool,
     verify: bool,
     as_json: bool,
     stream: bool,
@@ -80,14 +82,14 @@ def generate(
         raise click.UsageError("--draft-len needs --draft ngram, mtp or engine")
     from replayssm.runtime.engine import Engine
     from replayssm.runtime.generation import generate as generate_tokens
-    from replayssm.runtime.parallel import rank_engine
     from replayssm.runtime.parallel_session import open_session
     from replayssm.runtime.sampling import SamplingParams
     from replayssm.runtime.serving import make_drafter
 
     params = SamplingParams(**sampling)
     params = [replace(params, seed=(params.seed + index) % 2**64) for index in range(len(texts))]
-    loaded = rank_engine(Engine.load(engine, "full" if verify else "size"), 0, tensor_parallel_size)
+    loaded = Engine.load(engine, "full" if verify else "size")
+    loaded = as_asked(loaded, device, tensor_parallel_size, fp8_activations)
     tokenizer = loaded.tokenizer
     token_ids = [encode(tokenizer, text, chat) for text in texts]
     slots = min(len(texts), loaded.manifest.limits.max_batch_size)

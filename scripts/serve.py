@@ -12,9 +12,9 @@ import click
 from replayssm.runtime.logs import LEVELS
 from replayssm.scripts.config_file import apply_config
 from replayssm.scripts.draft_options import DRAFT_NAMES, scheduled_draft_options
+from replayssm.scripts.engine_options import as_asked, fp8_activations_option, tensor_parallel_option
 from replayssm.scripts.help_groups import GroupedCommand
 from replayssm.scripts.number_types import FiniteRange
-from replayssm.scripts.parallel_option import tensor_parallel_option
 
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 AT_LEAST_0, AT_LEAST_1 = click.IntRange(0), click.IntRange(1)
@@ -23,7 +23,7 @@ CACHED_BATCH_SIZE = 256
 
 
 GROUPS = {
-    "Engine and device": ("checkpoint", "config", "device", "tensor_parallel_size", "cuda_graphs"),
+    "Engine and device": ("checkpoint", "config", "device", "tensor_parallel_size", "fp8_activations", "cuda_graphs"),
     "Batch and memory": (
         *("max_batch_size", "max_seq_len", "max_num_tokens", "prefill_chunk", "free_gpu_memory_fraction"),
         *("prefix_cache", "max_queue_size", "time_slice", "swap_memory"),
@@ -60,6 +60,7 @@ GROUPS = {
     help="cuda: the first GPU, with this project's kernels and captured steps.",
 )
 @tensor_parallel_option
+@fp8_activations_option
 @click.option(
     "--cuda-graphs/--no-cuda-graphs", default=None, help="Run steps as captured CUDA graphs.  [default: on CUDA]"
 )
@@ -223,10 +224,9 @@ def _loop(engine: Any, **options: Any) -> Any:
 
     from replayssm.runtime import serving
     from replayssm.runtime.engine import Engine
-    from replayssm.runtime.parallel import rank_engine
     from replayssm.runtime.scheduler import SchedulerOptions
 
-    engine = rank_engine(engine, 0, options["tensor_parallel_size"])
+    engine = as_asked(engine, options["device"], options["tensor_parallel_size"], options["fp8_activations"])
     engine = serving.with_max_seq_len(engine, options["max_seq_len"])
     directory = options["draft_engine"]
     draft_engine = None if directory is None else Engine.load(directory)

@@ -1,4 +1,4 @@
-"""`--tensor-parallel-size` of generate, bench and serve. Ranks themselves: tests/runtime/test_parallel_session.py."""
+"""Options of generate, bench and serve that say how a model runs. Ranks: tests/runtime/test_parallel_session.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from replayssm.runtime import parallel_session
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.session import Session
 from replayssm.scripts.cli import main
+from replayssm.scripts.engine_options import as_asked
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +79,7 @@ def test_bench(engine, opened, dataset, tmp_path, way):
     assert performance["output_throughput_per_gpu_tok_s"] == pytest.approx(whole / 2)
 
 
-@pytest.mark.parametrize("command", ["generate", "bench", "serve"])
-def test_what_does_not_divide_is_one_line(engine, dataset, command):
+def run(command, engine, dataset, *more):
     arguments = {
         "generate": ["--engine", engine, "--prompt", "abc"],
         "bench": ["throughput", "--engine", engine, "--dataset", dataset],
@@ -88,9 +88,35 @@ def test_what_does_not_divide_is_one_line(engine, dataset, command):
     if command == "serve":
         pytest.importorskip("uvicorn")
         pytest.importorskip("fastapi")
-    result = CliRunner().invoke(main, [command, *map(str, arguments), "--tensor-parallel-size", "3"])
+    return CliRunner().invoke(main, [command, *map(str, arguments), *more])
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "serve"])
+def test_what_does_not_divide_is_one_line(engine, dataset, command):
+    result = run(command, engine, dataset, "--tensor-parallel-size", "3")
     assert result.exit_code == 2
     assert (
         "cannot be divided over 3 ranks: the heads of 'layers.0.ssm' must be a multiple of the 3 ranks" in result.stderr
     )
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "serve"])
+def test_fp8_activations_without_a_gpu_are_one_line(engine, dataset, command):
+    result = run(command, engine, dataset, "--fp8-activations")
+    assert result.exit_code == 2
+    assert "--fp8-activations is for products on a GPU: add --device cuda" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("asked", [True, False])
+def test_fp8_activations_reach_every_rank(engine, asked, ranks):
+    part = as_asked(Engine.load(engine), "cuda", ranks, asked)
+    assert (part.ranks, part.fp8_products, part.fp8_experts) == (ranks, asked, asked)
+
+
+def test_plans_keep_the_products_they_were_built_with(engine, monkeypatch):
+    monkeypatch.setattr(Engine, "has_plans", property(lambda self: True))
+    with pytest.raises(ValueError, match="leave out --fp8-activations, or build with --target torch"):
+        as_asked(Engine.load(engine), "cuda", 1, True)
