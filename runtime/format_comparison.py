@@ -58,6 +58,9 @@ class FormatResult:
         distribution, nats a token.
     accuracy: share of right answers; difference: to float32's; difference_bound: the lower one of its 95 % interval.
         None without answers.
+    problems, answered: how many were compared, and how many of them have answers. cut_off: texts of those that
+        max_new_tokens ended; out_of_room: that max_seq_len did. Neither had a chance to come to its answer.
+    disagreement_deviation, difference_deviation: 1.96 standard errors, for how many problems a limit takes.
     state_bytes: checkpoint and readout of a sequence. traffic_bytes: state moved per decoded token.
     """
 
@@ -72,14 +75,46 @@ class FormatResult:
     accuracy: float | None = None
     difference: float | None = None
     difference_bound: float | None = None
+    problems: int = 0
+    answered: int = 0
+    cut_off: int = 0
+    out_of_room: int = 0
+    disagreement_deviation: float = 0.0
+    difference_deviation: float = 0.0
 
     def refusal(self, max_disagreement: float, tolerance: float) -> str:
-        """Why not to use it, empty if nothing speaks against it."""
+        """Why not to use it, empty if nothing speaks against it. Where the measured value is within a limit that its
+        bound exceeds, that is too few problems, not harm: then it says how many the limit takes."""
         if self.disagreement_bound > max_disagreement:
-            return f"other tokens up to {self.disagreement_bound:.2%}, allowed {max_disagreement:.2%}"
+            found = f"other tokens up to {self.disagreement_bound:.2%}, allowed {max_disagreement:.2%}"
+            least = RULE_OF_THREE / max(self.tokens, 1)
+            room = max_disagreement - self.disagreement
+            needed = problems_needed(self.problems, room, self.disagreement_deviation, least)
+            return _too_few(self.problems, needed, found, f"measured {self.disagreement:.2%}")
         if self.difference_bound is not None and self.difference_bound < -tolerance:
-            return f"accuracy may lose {-self.difference_bound:.1%}, allowed {tolerance:.1%}"
+            found = f"accuracy may lose {-self.difference_bound:.1%}, allowed {tolerance:.1%}"
+            least = RULE_OF_THREE / max(self.answered, 1)
+            room = tolerance + self.difference
+            needed = problems_needed(self.answered, room, self.difference_deviation, least)
+            if needed is None and self.difference + self.difference_deviation >= -tolerance:
+                # As many as the limit takes at the very least: the rate itself is not known to break it.
+                needed = problems_needed(self.answered, tolerance, 0.0, least)
+            return _too_few(self.answered, needed, found, f"measured {self.difference:+.1%}")
         return ""
+
+
+def problems_needed(count: int, room: float, deviation: float, least: float) -> int | None:
+    """Problems with which max(deviation, least), measured on `count` of them, shrinks to `room`: deviations go with
+    1 / sqrt(n), the rule of three with 1 / n. None if there is no room or nothing was counted."""
+    if room <= 0 or not count:
+        return None
+    return math.ceil(count * max((deviation / room) ** 2, least / room) - 1e-9)
+
+
+def _too_few(count: int, needed: int | None, found: str, measured: str) -> str:
+    if needed is None or needed <= count:
+        return found
+    return f"too few problems ({count}) to tell, about {needed} or more are needed: {found}, {measured}"
 
 
 @dataclass
@@ -90,6 +125,8 @@ class _Tally:
     other: list[int] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
     right: dict[int, bool] = field(default_factory=dict)
+    cut_off: int = 0
+    out_of_room: int = 0
 
 
 def read_problems(path: Path, tokenizer: Any, chat: bool = False, limit: int = 0) -> list[Problem]:
@@ -285,6 +322,7 @@ def _answer(
     tokenizer = engine.tokenizer
     for name, session in sessions.items():
         texts = {index: tokenizer.decode(outputs[index], skip_special_tokens=True) for index in asked}
+        written = {index: outputs[index] for index in asked}
         differing = [index for index in asked if tallies[name].other[index - len(group)]]
         if differing:
             prompts = [group[index].prompt for index in differing]
@@ -292,6 +330,11 @@ def _answer(
                 session, prompts, max_new_tokens, eos_token_ids=engine.end_token_ids, tokenizer=tokenizer
             )
             texts |= {index: result.text for index, result in zip(differing, results, strict=True)}
+            written |= {index: result.token_ids for index, result in zip(differing, results, strict=True)}
+        unended = [tokens for tokens in written.values() if tokens[-1] not in engine.end_token_ids]
+        cut_off = sum(len(tokens) >= max_new_tokens for tokens in unended)
+        tallies[name].cut_off += cut_off
+        tallies[name].out_of_room += len(unended) - cut_off
         for index in asked:
             tallies[name].right[first + index] = is_right(texts[index], group[index].answer)
 
@@ -307,12 +350,16 @@ def _result(engine: Engine, name: str, settings: ReplaySettings, tallies: Mappin
         traffic.traffic_per_token(geometries, settings, 0, 1.0, layers).replay,
     )
     result.tokens = sum(tally.tokens)
-    result.disagreement, result.disagreement_bound = upper_bound(tally.other, tally.tokens)
+    result.problems, result.answered = len(tally.tokens), len(tally.right)
+    result.cut_off, result.out_of_room = tally.cut_off, tally.out_of_room
+    result.disagreement, result.disagreement_bound, result.disagreement_deviation = upper_bound(
+        tally.other, tally.tokens
+    )
     result.kl = sum(tally.kl) / result.tokens
     if tally.right:
         base = tallies[REFERENCE].right
         result.accuracy = sum(tally.right.values()) / len(tally.right)
-        result.difference, result.difference_bound = paired_bound(
+        result.difference, result.difference_bound, result.difference_deviation = paired_bound(
             [(tally.right[index], base[index]) for index in tally.right]
         )
     if name == REFERENCE:
@@ -321,25 +368,46 @@ def _result(engine: Engine, name: str, settings: ReplaySettings, tallies: Mappin
     return result
 
 
-def upper_bound(events: Sequence[int], trials: Sequence[int]) -> tuple[float, float]:
-    """(rate, upper bound of its 95 % interval) of events among trials in clusters, such as the tokens of texts."""
+def upper_bound(events: Sequence[int], trials: Sequence[int]) -> tuple[float, float, float]:
+    """(rate, upper bound of its 95 % interval, 1.96 standard errors) of events among trials in clusters, such as the
+    tokens of texts."""
     total, clusters = sum(trials), len(trials)
     rate = sum(events) / total
     spread = sum((e - rate * n) ** 2 for e, n in zip(events, trials, strict=True))
-    deviation = math.sqrt(spread * clusters / max(clusters - 1, 1)) / total
-    return rate, min(1.0, rate + max(Z_95 * deviation, RULE_OF_THREE / total))
+    deviation = Z_95 * math.sqrt(spread * clusters / max(clusters - 1, 1)) / total
+    return rate, min(1.0, rate + max(deviation, RULE_OF_THREE / total)), deviation
 
 
-def paired_bound(pairs: Sequence[tuple[bool, bool]]) -> tuple[float, float]:
-    """(difference of two proportions over the same problems, lower bound of its 95 % interval)."""
+def paired_bound(pairs: Sequence[tuple[bool, bool]]) -> tuple[float, float, float]:
+    """(difference of two proportions over the same problems, lower bound of its 95 % interval, its 1.96 deviations)."""
     count = len(pairs)
     difference = sum(int(ours) - int(base) for ours, base in pairs) / count
     changed = sum(ours != base for ours, base in pairs) / count
-    deviation = math.sqrt(max(changed - difference**2, 0.0) / count)
-    return difference, max(-1.0, difference - max(Z_95 * deviation, RULE_OF_THREE / count))
+    deviation = Z_95 * math.sqrt(max(changed - difference**2, 0.0) / count)
+    return difference, max(-1.0, difference - max(deviation, RULE_OF_THREE / count)), deviation
 
 
 def recommend(results: Sequence[FormatResult], max_disagreement: float, tolerance: float) -> FormatResult:
     """The format that moves the fewest bytes among those that nothing speaks against; float32 is one."""
     fit = [result for result in results if not result.refusal(max_disagreement, tolerance)]
     return min(fit, key=lambda result: result.traffic_bytes)
+
+
+def answer_notes(engine: Engine, results: Sequence[FormatResult], max_new_tokens: int) -> list[str]:
+    """What keeps right answers from being counted, of the texts that float32 wrote."""
+    exact, notes = results[0], []
+    if exact.cut_off:
+        notes.append(
+            f"{exact.cut_off} of {exact.answered} texts were cut off at {max_new_tokens} tokens, before their answers: "
+            "raise --max-new-tokens"
+        )
+    if exact.out_of_room:
+        notes.append(
+            f"{exact.out_of_room} of {exact.answered} texts were cut off at the engine's max_seq_len "
+            f"{engine.manifest.replay.max_seq_len}, before their answers: {engine.how_to_lengthen}"
+        )
+    if exact.accuracy == 0:
+        notes.append(
+            f"{exact.name} has no right answer, so no format can lose one: only other tokens and KL count here"
+        )
+    return notes

@@ -87,7 +87,14 @@ def calibrate(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from replayssm.runtime.engine import Engine
-    from replayssm.runtime.format_comparison import FORMATS, candidates, compare, read_problems, recommend
+    from replayssm.runtime.format_comparison import (
+        FORMATS,
+        answer_notes,
+        candidates,
+        compare,
+        read_problems,
+        recommend,
+    )
     from replayssm.runtime.layer_comparison import with_layers
 
     loaded = Engine.load(engine)
@@ -105,10 +112,13 @@ def calibrate(
         results = compare(loaded, problems, compared, progress=lambda done: bar.advance(task, done), **options)
     chosen = recommend(results, max_disagreement, tolerance)
     refusals = {result.name: result.refusal(max_disagreement, tolerance) for result in results}
+    notes = answer_notes(loaded, results, options["max_new_tokens"])
     if as_json:
-        click.echo(json.dumps(_to_json(loaded, len(problems), results, refusals, chosen)))
+        click.echo(json.dumps({**_to_json(loaded, len(problems), results, refusals, chosen), "notes": notes}))
         return
     _print_table(results, refusals)
+    for note in notes:
+        click.echo(f"note: {note}")
     click.echo(f"recommended: {chosen.name}, replayssm build {_build_options(chosen.settings)}")
     if chosen.name == results[0].name and len(problems) < 200:
         click.echo(
@@ -132,7 +142,7 @@ def _build_options(settings: Any) -> str:
 def _to_json(engine: Any, problems: int, results: list, refusals: dict[str, str], chosen: Any) -> dict[str, Any]:
     fields = (
         *("name", "state_bytes", "traffic_bytes", "tokens", "disagreement", "disagreement_bound", "kl"),
-        *("accuracy", "difference", "difference_bound"),
+        *("accuracy", "difference", "difference_bound", "answered", "cut_off", "out_of_room"),
     )
     return {
         "model": engine.manifest.model["name"],
@@ -171,4 +181,4 @@ def _print_table(results: list, refusals: dict[str, str]) -> None:
     console.print(table)
     for name, refusal in refusals.items():
         if refusal:
-            console.print(f"not {name}: {refusal}", highlight=False)
+            click.echo(f"not {name}: {refusal}")
