@@ -143,11 +143,19 @@ def check_u_source(geometries: Iterable[Geometry], settings: ReplaySettings) -> 
 
 
 def check_readout_layers(recurrent: Collection[int], settings: ReplaySettings) -> None:
-    """ValueError for readouts of layers that are not among the `recurrent` ones of a model."""
-    for layer, _ in settings.readout_layers:
+    """ValueError for readouts of layers that are not among the `recurrent` ones of a model, or that change nothing."""
+    for layer, dtype in settings.readout_layers:
         if layer not in recurrent:
             known = ", ".join(map(str, sorted(recurrent)))
             raise ValueError(f"readout_layers: layer {layer} keeps no recurrent state; layers that do: {known}")
+        if dtype == settings.readout_dtype:
+            raise ValueError(f"readout_layers: layer {layer} is {dtype!r} by readout_dtype already: leave it out")
+    # Here no layer repeats readout_dtype: where that is "same", none of them is.
+    if recurrent and {layer for layer, dtype in settings.readout_layers if dtype == "same"} == set(recurrent):
+        raise ValueError(
+            f"readout_layers: all layers are 'same', so the {settings.readout_dtype} copy would exist nowhere: "
+            "leave out readout_dtype and readout_layers"
+        )
 
 
 def _parts(layer) -> list:

@@ -83,6 +83,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar, TypeGuard, TypeVar
 
 PAD_SLOT_ID = -1
@@ -384,8 +385,11 @@ class ReplaySettings:
                 self._with_readout(dtype)
             except ValueError as error:
                 raise ValueError(f"readout_layers, layer {layer}: {error}") from None
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError(f"ReplaySettings.readout_layers names a layer twice: {_short(self.readout_layers)}")
+        for (layer, dtype), (following, other) in pairwise(pairs):
+            if layer == following:
+                raise ValueError(
+                    f"ReplaySettings.readout_layers names layer {layer} twice, as {dtype} and {other}: keep one of them"
+                )
         return tuple(pairs)
 
     def _with_readout(self, dtype: str) -> ReplaySettings:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from replayssm.plugins.contract import ACTIVATION_DTYPES
-from replayssm.scripts.format_options import format_options
+from replayssm.plugins.contract import ACTIVATION_DTYPES, ReplaySettings
+from replayssm.scripts.format_options import format_options, name_layers
 
 
 @click.command()
@@ -89,5 +89,17 @@ def build(checkpoint: Path, output: Path, overwrite: bool, **options) -> None:
     click.echo(
         f"{output}: {manifest.model['name']}, {size / 1e6:,.1f} MB, batch {manifest.limits.max_batch_size}, "
         f"{manifest.limits.max_seq_len} tokens, up to {manifest.limits.max_draft_len} drafts, "
-        f"buffer_len {manifest.replay.buffer_len}"
+        f"buffer_len {manifest.replay.buffer_len}{_formats(manifest.replay)}"
     )
+
+
+def _formats(replay: ReplaySettings) -> str:
+    """How the state is kept, as far as not by default."""
+    found = ""
+    if replay.state_dtype != "float32":
+        found += f", state {replay.state_dtype}"
+        found += f" ({replay.state_rounding})" if replay.state_rounding != "nearest" else ""
+    if replay.readout_dtype != "same" or replay.readout_layers:
+        found += f", readout {replay.readout_dtype}"
+        found += f" ({name_layers(replay.readout_layers)})" if replay.readout_layers else ""
+    return found

@@ -103,8 +103,10 @@ def _in_options(message: str, command: click.Command) -> str:
     """
     options = {parameter.name: parameter.opts[0] for parameter in command.params if parameter.opts[0].startswith("--")}
     first, space, rest = message.partition(" ")
-    name = first.rpartition(".")[2]  # of "ReplaySettings.max_seq_len"
-    first = options.get(name) or options.get(OPTION_OF.get(name, "")) or first
+    name = first.rpartition(".")[2].rstrip(":,")  # of "ReplaySettings.max_seq_len", "readout_layers:"
+    known = options.get(name) or options.get(OPTION_OF.get(name, ""))
+    if known:
+        first = known + first[len(first.rstrip(":,")) :]
 
     def option(found: re.Match) -> str:
         return options.get(found[0], found[0])

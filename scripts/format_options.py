@@ -12,7 +12,7 @@ from replayssm.plugins.contract import READOUT_DTYPES, ROUNDINGS, STATE_DTYPES, 
 def _parse_layers(text: str) -> tuple[tuple[int, str], ...]:
     """`ReplaySettings.readout_layers` as `name_layers` writes them."""
     pairs = []
-    for item in filter(None, text.split(",")):
+    for item in text.split(","):
         layer, _, dtype = (part.strip() for part in item.partition("="))
         if not (layer.isascii() and layer.isdigit() and dtype in READOUT_DTYPES):
             raise click.BadParameter(
@@ -51,9 +51,8 @@ FORMAT_OPTIONS = (
     ),
     click.option(
         "--readout-layers",
-        default="",
         metavar="LAYER=FORMAT,...",
-        callback=lambda context, parameter, value: _parse_layers(value),
+        callback=lambda context, parameter, value: () if value is None else _parse_layers(value),
         help="Layers whose readout has another format than --readout-dtype, such as 0=float8,3=same.",
     ),
     click.option(

@@ -205,7 +205,7 @@ def test_readouts_of_single_layers():
         ({"readout_layers": [(-1, "float8")]}, "a layer is a number from 0 on, got -1"),
         ({"readout_layers": [(True, "float8")]}, "a layer is a number from 0 on, got True"),
         ({"readout_layers": [(0, "int4")]}, "layer 0: ReplaySettings.readout_dtype must be one of"),
-        ({"readout_layers": [(0, "float8"), (0, "same")]}, "names a layer twice"),
+        ({"readout_layers": [(0, "float8"), (0, "same")]}, "names layer 0 twice, as float8 and same: keep one of them"),
         ({"readout_layers": [(7, "float8")], "state_dtype": "float8"}, "layer 7: a float8 readout of a float8"),
         ({"readout_layers": [(7, "float8")], "buffer_len": 0}, "layer 7: buffer_len 0"),
     ],

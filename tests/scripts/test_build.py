@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from replayssm.builders.config import read_config
 from replayssm.plugins.manifest import read_manifest
 from replayssm.scripts.cli import main
 
@@ -36,13 +37,14 @@ def test_state_formats_reach_the_engine(tmp_path):
     result = build(
         *("--checkpoint", example, "--output", tmp_path / "engine", "--max-batch-size", 1, "--max-seq-len", 32),
         *("--state-dtype", "float8", "--state-rounding", "stochastic", "--rounding-seed", 7),
-        *("--readout-dtype", "nvfp4", "--u-source", "checkpoint", "--readout-layers", "4=same, 0=nvfp4"),
+        *("--readout-dtype", "nvfp4", "--u-source", "checkpoint", "--readout-layers", "4=same, 0=same"),
     )
     assert (result.exit_code, result.stderr) == (0, "")
     replay = read_manifest(tmp_path / "engine").replay
     assert (replay.state_dtype, replay.state_rounding, replay.rounding_seed) == ("float8", "stochastic", 7)
     assert (replay.readout_dtype, replay.u_source) == ("nvfp4", "checkpoint")
-    assert replay.readout_layers == ((0, "nvfp4"), (4, "same"))
+    assert replay.readout_layers == ((0, "same"), (4, "same"))
+    assert result.stdout.endswith(", state float8 (stochastic), readout nvfp4 (0=same,4=same)\n")
 
 
 @pytest.mark.parametrize(
@@ -56,8 +58,19 @@ def test_state_formats_reach_the_engine(tmp_path):
         (("--readout-dtype", "float8", "--u-source", "checkpoint"), "is for Gated DeltaNet layers"),
         (("--readout-layers", "x=float8"), "expected a layer's number and one of same, float8, nvfp4, such as"),
         (("--readout-layers", "0"), "such as 0=float8, got '0'"),
-        (("--readout-layers", "0=float8,0=same"), "names a layer twice"),
-        (("--readout-layers", "1=float8"), "layer 1 keeps no recurrent state; layers that do: 0, "),
+        (
+            ("--readout-layers", "0=float8,0=same"),
+            "error: --readout-layers names layer 0 twice, as float8 and same: keep one",
+        ),
+        (
+            ("--readout-layers", "1=float8"),
+            "error: --readout-layers: layer 1 keeps no recurrent state; layers that do: 0, ",
+        ),
+        (("--readout-layers", ""), "such as 0=float8, got ''"),
+        (
+            ("--readout-dtype", "float8", "--readout-layers", "0=float8"),
+            "layer 0 is 'float8' by --readout-dtype already",
+        ),
         (("--readout-dtype", "nvfp4"), "needs state columns in multiples of 32, got 16"),
     ],
 )
@@ -143,4 +156,18 @@ def test_output_that_cannot_be_written(tiny_checkpoint, command):
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
         "error: cannot write /proc/nothing/here: No such file or directory; choose another output\n"
+    )
+
+
+def test_a_readout_that_no_layer_has_is_refused(tiny_checkpoint, tmp_path):
+    source, output = tiny_checkpoint("nano"), tmp_path / "engine"
+    layers = [
+        layer for layer, kind in enumerate(read_config(source).layers) if kind.mixer and kind.mixer.kind == "mamba2"
+    ]
+    same = ",".join(f"{layer}=same" for layer in layers)
+    result = build("--checkpoint", source, "--output", output, "--readout-dtype", "float8", "--readout-layers", same)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: --readout-layers: all layers are 'same', so the float8 copy would exist nowhere: "
+        "leave out --readout-dtype and --readout-layers\n"
     )
