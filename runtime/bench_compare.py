@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+PLOT_SUFFIXES = (".svg", ".png", ".pdf")
+
 
 @dataclass(frozen=True)
 class Figure:

@@ -358,7 +358,21 @@ def _write_random(options: dict[str, Any], inputs: list[float], outputs: list[fl
 
 
 def _write_samples(options: dict[str, Any], samples: Iterator[Any]) -> None:
-    count = write_lines(options["output"], (sample.to_line() for sample in samples))
+    """The file appears only if the engine has room for every sample."""
+    from replayssm.plugins.manifest import read_manifest
+
+    limit = read_manifest(options["engine"]).replay.max_seq_len
+
+    def line(sample: Any) -> str:
+        if len(sample.input_ids) + sample.output_tokens > limit:
+            raise ValueError(
+                f"task {sample.task_id} would have {len(sample.input_ids)} + {sample.output_tokens} tokens, but a "
+                f"sequence of this engine has at most {limit}: ask for shorter prompts or outputs, or build the engine "
+                "with a larger --max-seq-len"
+            )
+        return sample.to_line()
+
+    count = write_lines(options["output"], map(line, samples))
     click.echo(f"{options['output']}: {count} requests")
 
 
@@ -373,6 +387,10 @@ def compare(first: Path, second: Path, plot_file: Path | None) -> None:
 
     from replayssm.runtime import bench_compare
 
+    if plot_file is not None and plot_file.suffix.lower() not in bench_compare.PLOT_SUFFIXES:
+        raise ValueError(
+            f"--plot expects a name that ends in {', '.join(bench_compare.PLOT_SUFFIXES)}, got {plot_file.name!r}"
+        )
     lines = bench_compare.compare(bench_compare.read_report(first), bench_compare.read_report(second))
     table = Table("", first.stem, second.stem, f"{second.stem} / {first.stem}")
     for column in table.columns[1:]:

@@ -136,6 +136,19 @@ def test_bad_input(engine, tmp_path):
     assert result.stderr.count("cannot write /dev/full: No space left on device; choose another file") == 2
     result = prepare(engine, "/proc/a", "token-norm-dist", "--num-requests", 3, "--input-mean", 3, "--output-mean", 3)
     assert result.stderr == "error: cannot write /proc/a: No such file or directory; choose another file\n"
+    result = prepare(
+        engine, tmp_path / "a", "token-norm-dist", "--num-requests", 3, "--input-mean", 60, "--output-mean", 5
+    )
+    assert result.stderr.startswith(
+        "error: task 0 would have 60 + 5 tokens, but a sequence of this engine has at most 64:"
+    )
+    for report in ("report", "other"):
+        (tmp_path / report).write_text('{"performance": {}}')
+    result = bench("compare", tmp_path / "report", tmp_path / "other", "--plot", tmp_path / "r.xyz")
+    assert (result.stdout, result.stderr) == (
+        "",
+        "error: --plot expects a name that ends in .svg, .png, .pdf, got 'r.xyz'\n",
+    )
     result = bench("prepare-dataset", "--output", tmp_path / "a", "text", "--input", data, "--output-tokens", 3)
     assert "Missing option '--engine', before the kind of data set (see " in result.stderr
     lengths = ("--input-min", 9, "--input-max", 3, "--output-min", 2, "--output-max", 4)
