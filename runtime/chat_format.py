@@ -62,7 +62,7 @@ def check_parsers(tokenizer: Any, tool_parser: str | None, reasoning_parser: str
         ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
     ):
         if name is not None and name != "auto" and name not in known:
-            raise ValueError(f"{kind} must be one of {', '.join(known)}, got {name!r}")
+            raise ValueError(f"{kind} must be one of {', '.join(known)} or auto, got {name!r}")
     if (tool_parser or reasoning_parser) and not hasattr(tokenizer, "get_response_parser"):
         raise ValueError("--tool-parser and --reasoning-parser need transformers 5.20 or later: upgrade it")
 

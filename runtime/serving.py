@@ -148,7 +148,8 @@ def describe_memory(engine: Engine, memory_bytes: int, slots: int, draft_engine:
     if cache:
         lines.append(
             f"{memory_bytes / 1e9:.2f} GB would hold this many sequences of so many tokens (--max-seq-len): "
-            f"{', '.join(counts)}; the engine's max_batch_size is {limit}"
+            f"{', '.join(counts)}; the engine's max_batch_size is {limit}, which "
+            "`replayssm build --max-batch-size N` raises"
         )
     return lines
 

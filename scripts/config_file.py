@@ -6,7 +6,8 @@ value that changes nothing: a setting that is silently dropped would be a settin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,17 @@ def _apply(key: str, value: Any, options: dict[str, Any]) -> None:
         options["cuda_graphs"] = False if value is None else None
     else:
         known = sorted({*(name for name in SAME if name in options), *NEUTRAL, *_SETTERS, "cuda_graph_config"})
-        raise ValueError(f"the key {key!r} means nothing here; known are {', '.join(known)}")
+        near = _nearest(str(key), known)
+        hint = f" (did you mean {near!r}?)" if near else ""
+        raise ValueError(f"the key {key!r} means nothing here{hint}; known are {', '.join(known)}")
+
+
+def _nearest(key: str, known: Iterable[str]) -> str | None:
+    """The key, or mapping of keys, of the same mapping that `key` looks like a slip of."""
+    prefix = key[: key.rfind(".") + 1]
+    names = {name.removeprefix(prefix).partition(".")[0] for name in known if name.startswith(prefix)}
+    near = difflib.get_close_matches(key.removeprefix(prefix), sorted(names - {key}), 1, cutoff=0.75)
+    return prefix + near[0] if near else None
 
 
 def _typed(key: str, value: Any, kind: type) -> Any:

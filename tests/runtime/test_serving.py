@@ -81,7 +81,7 @@ def test_the_trade_of_length_for_sequences_is_printed(tiny_engine):
         bytes_each = slot_bytes(with_max_seq_len(engine, int(length)))[0]
         assert int(count) * bytes_each <= memory < (int(count) + 1) * bytes_each
     assert re.findall(r"of (\d+)[,;]", second) == ["400", "200", "100", "50"]
-    assert "max_batch_size is 8" in second
+    assert second.endswith("max_batch_size is 8, which `replayssm build --max-batch-size N` raises")
 
 
 def test_a_draft_engine_takes_its_share(tiny_engine, monkeypatch):

@@ -69,9 +69,15 @@ def test_the_file_goes_before_the_command_line(tmp_path):
     [
         ("[1]", "expected a mapping of trtllm-serve's keys, got list"),
         ("a: [", "is not YAML"),
-        ("max_batchsize: 3", "the key 'max_batchsize' means nothing here; known are .*max_batch_size"),
-        ("kv_cache_config: {max_tokens: 3}", "the key 'kv_cache_config.max_tokens' means nothing here"),
-        ("kv_cache_config: 3", "the key 'kv_cache_config' means nothing here"),
+        (
+            "max_batchsize: 3",
+            "'max_batchsize' means nothing here \\(did you mean 'max_batch_size'\\?\\); known are .*max_batch_size",
+        ),
+        ("foo: 1", "the key 'foo' means nothing here; known are backend, "),
+        ("kv_cache_config: {max_tokens: 3}", "the key 'kv_cache_config.max_tokens' means nothing here; known"),
+        ("kv_cache_config: {d_type: auto}", "means nothing here \\(did you mean 'kv_cache_config.dtype'\\?\\)"),
+        ("kv_cache_confg: {dtype: auto}", "means nothing here \\(did you mean 'kv_cache_config'\\?\\)"),
+        ("kv_cache_config: 3", "the key 'kv_cache_config' means nothing here; known"),
         ("max_batch_size: many", "max_batch_size must be of type int, got 'many'"),
         ("max_batch_size: true", "max_batch_size must be of type int, got True"),
         ("reasoning_parser: 3", "reasoning_parser must be of type str"),

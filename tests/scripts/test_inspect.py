@@ -46,6 +46,12 @@ def test_config_file_is_accepted(tmp_path) -> None:
     assert json.loads(run("inspect", str(tmp_path), "--json").stdout)["kv_bytes_per_token"] == 32_768
 
 
+def test_a_directory_without_a_config(tmp_path) -> None:
+    result = run("inspect", str(tmp_path))
+    expected = f"error: {tmp_path / 'config.json'}: no such file; expected the config.json of a Hugging Face checkpoint"
+    assert (result.exit_code, result.stderr) == (2, expected + "\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -176,7 +176,10 @@ def test_kill_and_restart_from_a_checkpoint(tiny_checkpoint, tmp_path):
         (("ENGINE/weights",), "has no config.json"),
         (("/nowhere",), "does not exist"),
         (("CHECKPOINT",), "nano is a checkpoint: serve it with --checkpoint, or build an engine of it"),
-        (("ENGINE", "--tool-parser", "hermes"), "error: --tool-parser must be one of qwen3, qwen3_coder, got 'hermes'"),
+        (
+            ("ENGINE", "--tool-parser", "hermes"),
+            "error: --tool-parser must be one of qwen3, qwen3_coder or auto, got 'hermes'",
+        ),
         (("ENGINE", "--draft-len", 2), "--draft-len means nothing without drafts: choose --draft ngram, mtp, engine"),
         (("ENGINE", "--adaptive-drafts"), "--adaptive-drafts means nothing without drafts"),
         (("ENGINE", "--api-key", ""), "the API key is empty"),
