@@ -36,7 +36,8 @@ from replayssm.scripts.format_options import name_layers
 @click.option(
     "--by-layer",
     is_flag=True,
-    help="Also find the layers that a 4-bit readout hurts most, and compare formats with 8 bits in those.",
+    help="Also find the layers that a 4-bit readout hurts most, and compare formats with 8 bits in those. Easy "
+    "prompts, whose every token is certain, cannot find them.",
 )
 @click.option(
     "--max-disagreement",
@@ -100,21 +101,23 @@ def calibrate(
     loaded = Engine.load(engine)
     compared = candidates(loaded, formats or tuple(FORMATS))
     problems = read_problems(dataset, loaded.tokenizer, chat, limit)
-    console = Console(stderr=True)
+    console, measured = Console(stderr=True), {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         if by_layer:
             task = bar.add_task("Layers", total=None)
             advance = partial(bar.advance, task)
-            compared = with_layers(loaded, problems, compared, progress=advance, **options)
+            compared, measured = with_layers(loaded, problems, compared, progress=advance, **options)
             bar.remove_task(task)
         task = bar.add_task("Problems", total=len(problems))
         results = compare(loaded, problems, compared, progress=lambda done: bar.advance(task, done), **options)
     chosen = recommend(results, max_disagreement, tolerance)
     refusals = {result.name: result.refusal(max_disagreement, tolerance) for result in results}
     notes = answer_notes(loaded, results, options["max_new_tokens"])
+    notes += [f"{name}: {note}" for name, layers in measured.items() for note in layers.notes]
     if as_json:
-        click.echo(json.dumps({**_to_json(loaded, len(problems), results, refusals, chosen), "notes": notes}))
+        report = _to_json(loaded, len(problems), results, refusals, chosen)
+        click.echo(json.dumps({**report, "by_layer": _layers_to_json(measured), "notes": notes}))
         return
     _print_table(results, refusals)
     for note in notes:
@@ -153,6 +156,13 @@ def _to_json(engine: Any, problems: int, results: list, refusals: dict[str, str]
         ],
         "recommended": chosen.name,
         "build_options": _build_options(chosen.settings),
+    }
+
+
+def _layers_to_json(measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"kl": dict(found.layers), "kl_all": found.whole, "floor": found.floor, "named": found.to_widen}
+        for name, found in measured.items()
     }
 
 

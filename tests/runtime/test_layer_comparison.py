@@ -58,7 +58,8 @@ def test_one_layer_at_a_time_beside_what_the_checkpoints_do(engine, monkeypatch)
     """Layer 3 is attention and has none. A layer's figure is that of its readout less that of no readout at all."""
     monkeypatch.setattr(layer_comparison, "LAYERS_AT_ONCE", 3)
     problems, formats, done = [Problem(list(range(20, 30)), "never")], candidates(engine, [NAME]), []
-    found = layer_comparison.divergences(engine, problems, formats, NAME, done.append, max_new_tokens=2)
+    measured = layer_comparison.divergences(engine, problems, formats, NAME, done.append, max_new_tokens=2)
+    found = measured.layers
     assert (sorted(found), done) == ([0, 1, 2, 4, 5], [3, 2])
     checkpoints = replace(formats[NAME], readout_dtype="same")
     compared = {
@@ -66,8 +67,10 @@ def test_one_layer_at_a_time_beside_what_the_checkpoints_do(engine, monkeypatch)
         "none": checkpoints,
         "4": replace(checkpoints, readout_layers=((4, "nvfp4"),)),
     }
-    _, none, alone = compare(engine, problems, compared, max_new_tokens=2)
+    compared["whole"] = formats[NAME]
+    _, none, alone, whole = compare(engine, problems, compared, max_new_tokens=2)
     assert found[4] == pytest.approx(max(0.0, alone.kl - none.kl))
+    assert measured.whole == pytest.approx(max(0.0, whole.kl - none.kl))
     assert alone.accuracy == 0.0, "answers count here, in divergences they do not"
     assert alone.state_bytes - none.state_bytes == 4 * 128 * (128 * 9 // 16 + 1)
     assert max(found.values()) > 0
@@ -81,11 +84,27 @@ def test_few_layers_with_most_of_it_are_widened():
     assert choose({7: 1.0}) == [7]
 
 
+def test_layers_in_the_noise_are_not_named():
+    """Rounding of float32 is about 1e-6 nats; a layer below a hundredth of the whole format's divergence is not it."""
+    rounding = layer_comparison.LayerDivergences({0: 3e-9, 4: 2e-9}, 5e-9)
+    assert rounding.to_widen == []
+    measured, advice = rounding.notes
+    assert "0: 3.0e-09, 4: 2.0e-09; of all layers together 5.0e-09; noise is below 9.5e-07" in measured
+    assert "easy prompts" in advice
+    clear = layer_comparison.LayerDivergences({0: 0.01, 2: 0.95, 5: 0.04}, 1.2)
+    assert clear.to_widen == [2]
+    assert len(clear.notes) == 1
+    assert "noise is below 1.2e-02, 1% of that" in clear.notes[0]
+    assert layer_comparison.LayerDivergences({0: 5e-5, 2: 5e-5}, 0.1).to_widen == [], "less than 1e-3"
+
+
 def test_formats_are_added_behind_their_own(engine, monkeypatch):
     names = ["float16-stochastic+float8", NAME, "float8-stochastic+nvfp4"]
     formats = candidates(engine, names)
-    monkeypatch.setattr(layer_comparison, "divergences", lambda *arguments, **options: {0: 0.1, 1: 2.0, 4: 3.0})
-    found = layer_comparison.with_layers(engine, [], formats)
+    layers = layer_comparison.LayerDivergences({0: 0.1, 1: 2.0, 4: 3.0}, 5.0)
+    monkeypatch.setattr(layer_comparison, "divergences", lambda *arguments, **options: layers)
+    found, measured = layer_comparison.with_layers(engine, [], formats)
+    assert measured == {NAME: layers}
     mixed = f"{NAME}, float8 in 1, 4"
     assert list(found) == ["float32", *names[:2], mixed, names[2]]
     assert found[mixed] == replace(formats[NAME], readout_layers=((1, "float8"), (4, "float8")))
@@ -94,5 +113,5 @@ def test_formats_are_added_behind_their_own(engine, monkeypatch):
     # Of 8 bits without block scales, so of 4.5.
     more = slot_bytes(geometries, found[mixed], layers).readout - slot_bytes(geometries, found[NAME], layers).readout
     assert more == 2 * 4 * 128 * 128 * 7 // 16
-    monkeypatch.setattr(layer_comparison, "divergences", lambda *arguments, **options: dict.fromkeys((0, 1), 0.0))
-    assert layer_comparison.with_layers(engine, [], formats) == formats
+    layers = layer_comparison.LayerDivergences(dict.fromkeys((0, 1), 0.0), 0.0)
+    assert layer_comparison.with_layers(engine, [], formats)[0] == formats

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from replayssm.builders.engine import BuildOptions, build_engine
+from replayssm.runtime.layer_comparison import LayerDivergences
 from replayssm.scripts.cli import main
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "nemotron-h-tiny"
@@ -57,11 +58,20 @@ def test_table_recommendation_and_json(engine, tmp_path, monkeypatch):
     assert report["notes"][0] == cut_off
     assert [entry["cut_off"] for entry in report["formats"]] == [1, 1]
     data.write_text('{"prompt": "At first Finn owns 143 books."}\n')
-    monkeypatch.setattr("replayssm.runtime.layer_comparison.divergences", lambda *arguments, **options: {0: 1.0, 2: 0})
+    found = LayerDivergences({0: 1.0, 2: 0.0}, 1.5)
+    monkeypatch.setattr("replayssm.runtime.layer_comparison.divergences", lambda *arguments, **options: found)
     report = json.loads(calibrate(*arguments, *formats[2:], "--by-layer", *wide).stdout)
     name = "float16-stochastic+nvfp4, float8 in 0"
     assert [entry["name"] for entry in report["formats"]] == ["float32", "float16-stochastic+nvfp4", name]
     assert "--readout-layers" not in report["build_options"]
+    layers = {"kl": {"0": 1.0, "2": 0.0}, "kl_all": 1.5, "floor": 0.015, "named": [0]}
+    assert report["by_layer"] == {"float16-stochastic+nvfp4": layers}
+    note = (
+        "float16-stochastic+nvfp4: KL that the 4-bit readout of each layer adds, nats: 0: 1.0e+00, 2: 0.0e+00; of all "
+        "layers together 1.5e+00; noise is below 1.5e-02, 1% of that"
+    )
+    assert report["notes"] == [note]
+    assert f"note: {note}\n" in calibrate(*arguments, *formats[2:], "--by-layer").stdout
     report = json.loads(calibrate(*arguments, *formats[2:], *wide).stdout)
     assert report["recommended"] == "float16-stochastic+nvfp4"
     expected = "--state-dtype float16 --state-rounding stochastic --readout-dtype nvfp4"
