@@ -83,24 +83,35 @@ class FormatResult:
     difference_deviation: float = 0.0
 
     def refusal(self, max_disagreement: float, tolerance: float) -> str:
-        """Why not to use it, empty if nothing speaks against it. Where the measured value is within a limit that its
-        bound exceeds, that is too few problems, not harm: then it says how many the limit takes."""
+        """Why not to use it, empty if nothing speaks against it. Where bounds exceed limits that the measured values
+        may well keep, that is too few problems, not harm: then it says how many all those limits take."""
+        broken = []
         if self.disagreement_bound > max_disagreement:
             found = f"other tokens up to {self.disagreement_bound:.2%}, allowed {max_disagreement:.2%}"
-            least = RULE_OF_THREE / max(self.tokens, 1)
-            room = max_disagreement - self.disagreement
-            needed = problems_needed(self.problems, room, self.disagreement_deviation, least)
-            return _too_few(self.problems, needed, found, f"measured {self.disagreement:.2%}")
+            measured, least = f"measured {self.disagreement:.2%}", RULE_OF_THREE / max(self.tokens, 1)
+            values = (max_disagreement, self.disagreement, self.disagreement_deviation, least)
+            broken.append((found, measured, self.problems, _needed(self.problems, *values)))
         if self.difference_bound is not None and self.difference_bound < -tolerance:
             found = f"accuracy may lose {-self.difference_bound:.1%}, allowed {tolerance:.1%}"
-            least = RULE_OF_THREE / max(self.answered, 1)
-            room = tolerance + self.difference
-            needed = problems_needed(self.answered, room, self.difference_deviation, least)
-            if needed is None and self.difference + self.difference_deviation >= -tolerance:
-                # As many as the limit takes at the very least: the rate itself is not known to break it.
-                needed = problems_needed(self.answered, tolerance, 0.0, least)
-            return _too_few(self.answered, needed, found, f"measured {self.difference:+.1%}")
-        return ""
+            measured, least = f"measured {self.difference:+.1%}", RULE_OF_THREE / max(self.answered, 1)
+            values = (tolerance, -self.difference, self.difference_deviation, least)
+            broken.append((found, measured, self.answered, _needed(self.answered, *values)))
+        for found, _, count, needed in broken:
+            if needed is None or needed <= count:
+                return found
+        if not broken:
+            return ""
+        found, measured, count, needed = max(broken, key=lambda verdict: verdict[3])
+        which = "problems" if count == self.problems else "problems with answers"
+        return f"too few {which} ({count}) to tell, about {needed} or more are needed: {found}, {measured}"
+
+
+def _needed(count: int, limit: float, value: float, deviation: float, least: float) -> int | None:
+    """`problems_needed` for a bound on `value` to keep `limit`; None if the value breaks it beyond its deviation. One
+    that breaks it within that may be chance: then what the limit takes at the very least."""
+    if value < limit:
+        return problems_needed(count, limit - value, deviation, least)
+    return problems_needed(count, limit, 0.0, least) if value - max(deviation, least) < limit else None
 
 
 def problems_needed(count: int, room: float, deviation: float, least: float) -> int | None:
@@ -109,12 +120,6 @@ def problems_needed(count: int, room: float, deviation: float, least: float) -> 
     if room <= 0 or not count:
         return None
     return math.ceil(count * max((deviation / room) ** 2, least / room) - 1e-9)
-
-
-def _too_few(count: int, needed: int | None, found: str, measured: str) -> str:
-    if needed is None or needed <= count:
-        return found
-    return f"too few problems ({count}) to tell, about {needed} or more are needed: {found}, {measured}"
 
 
 @dataclass

@@ -137,7 +137,7 @@ def test_too_few_problems_are_no_verdict_of_harm(engine):
     assert problems_needed(100, 0.0, deviation, 0.03) is None
 
     def refusal(pairs, tolerance=0.02):
-        result = FormatResult("half", engine.manifest.replay, 50, 50.0, 10, problems=9, answered=len(pairs))
+        result = FormatResult("half", engine.manifest.replay, 50, 50.0, 10, problems=len(pairs), answered=len(pairs))
         result.difference, result.difference_bound, result.difference_deviation = paired_bound(pairs)
         return result.refusal(0.01, tolerance)
 
@@ -152,6 +152,13 @@ def test_too_few_problems_are_no_verdict_of_harm(engine):
         "too few problems (3) to tell, about 15 or more are needed: other tokens up to 5.00%, allowed 1.00%, "
         "measured 0.00%"
     )
+    tokens.answered = 3
+    tokens.difference, tokens.difference_bound, tokens.difference_deviation = paired_bound([(True, True)] * 3)
+    assert "(3) to tell, about 150 or more" in tokens.refusal(0.01, 0.02), "the limit that takes the most"
+    one = FormatResult("half", engine.manifest.replay, 50, 50.0, 24, 1 / 24, 1 / 24 + 3 / 24, problems=2)
+    assert one.refusal(0.01, 0.02).startswith("too few problems (2) to tell, about 25 or more"), "one token, by chance"
+    one.tokens, one.disagreement_bound = 2400, 1 / 24 + 3 / 2400
+    assert one.refusal(0.01, 0.02) == "other tokens up to 4.29%, allowed 1.00%"
 
 
 def test_texts_that_a_limit_ends_are_named(engine, prompts):

@@ -37,8 +37,7 @@ def test_table_recommendation_and_json(engine, tmp_path, monkeypatch):
     assert result.exit_code == 0
     assert "recommended: float32, replayssm build --state-dtype float32\n" in result.stdout
     verdict = next(line for line in result.stdout.splitlines() if line.startswith("not float8-stochastic: "))
-    assert "too few problems (2) to tell" in verdict
-    assert "other tokens up to" in verdict
+    assert "too few problems with answers (1) to tell, about 150 or more are needed: accuracy may lose" in verdict
     cut_off = "1 of 1 texts were cut off at 6 tokens, before their answers: raise --max-new-tokens"
     assert f"note: {cut_off}\n" in result.stdout
     table = [line for line in result.stdout.splitlines() if line[:1] in "┏┃┡│├└"]
@@ -52,8 +51,8 @@ def test_table_recommendation_and_json(engine, tmp_path, monkeypatch):
     assert report["problems"] == 2
     assert (report["recommended"], report["formats"][1]["refused"]) == (
         "float32",
-        "too few problems (1) to tell, about 4 or more are needed: accuracy may lose 100.0%, allowed 99.9%, "
-        "measured +0.0%",
+        "too few problems with answers (1) to tell, about 4 or more are needed: accuracy may lose 100.0%, "
+        "allowed 99.9%, measured +0.0%",
     )
     assert report["notes"][0] == cut_off
     assert [entry["cut_off"] for entry in report["formats"]] == [1, 1]
