@@ -13,7 +13,7 @@ import click
 
 from replayssm.scripts.config_file import apply_config
 from replayssm.scripts.draft_options import DRAFT_NAMES, scheduled_draft_options
-from replayssm.scripts.engine_options import as_asked, fp8_activations_option, tensor_parallel_option
+from replayssm.scripts.engine_options import as_asked, device_option, fp8_activations_option, tensor_parallel_option
 from replayssm.scripts.files import check_writable, write_lines
 from replayssm.scripts.help_groups import GroupedCommand, OrderedGroup
 from replayssm.scripts.number_types import FiniteRange
@@ -26,13 +26,7 @@ _COMMON = (
         "--engine", "--engine-dir", required=True, type=ENGINE, help="Engine directory made by `replayssm build`."
     ),
     click.option("--dataset", required=True, type=FILE, help="JSON lines, as `bench prepare-dataset` writes them."),
-    click.option(
-        "--device",
-        default="cpu",
-        show_default=True,
-        type=click.Choice(["cpu", "cuda"]),
-        help="cuda: the first GPU, with this project's kernels and captured steps.",
-    ),
+    device_option,
     tensor_parallel_option,
     fp8_activations_option,
     click.option("--config", "--extra-llm-api-options", type=FILE, help="YAML with trtllm-bench's keys; goes first."),

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from replayssm.scripts.engine_options import device_option
 from replayssm.scripts.format_options import name_layers
 
 
@@ -49,13 +50,7 @@ from replayssm.scripts.format_options import name_layers
     "--tolerance", default=0.02, show_default=True, help="Loss of right answers that may not be exceeded, as a share."
 )
 @click.option("--slots", default=4, show_default=True, help="Problems at the same time, for every format.")
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    default="cpu",
-    show_default=True,
-    help="cuda: the first GPU, with this project's kernels and captured steps.",
-)
+@device_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def calibrate(
     engine: Path,

@@ -1,4 +1,4 @@
-"""How a model is run, alike in every command that runs one: by how many GPUs, with which activations."""
+"""How a model is run, alike in every command that runs one: where, by how many GPUs, with which activations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ import click
 
 if TYPE_CHECKING:
     from replayssm.runtime.engine import Engine
+
+device_option = click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    type=click.Choice(["cpu", "cuda"]),
+    help="cuda: the first GPU, with this project's kernels and captured steps.",
+)
 
 tensor_parallel_option = click.option(
     "--tensor-parallel-size",

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from replayssm.scripts.draft_options import draft_options
-from replayssm.scripts.engine_options import as_asked, fp8_activations_option, tensor_parallel_option
+from replayssm.scripts.engine_options import as_asked, device_option, fp8_activations_option, tensor_parallel_option
 
 
 @click.command()
@@ -41,13 +41,7 @@ from replayssm.scripts.engine_options import as_asked, fp8_activations_option, t
 @click.option("--stop", multiple=True, help="Text that ends the output; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on behind the model's end token.")
 @draft_options
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    default="cpu",
-    show_default=True,
-    help="cuda: the first GPU, with this project's kernels and captured steps.",
-)
+@device_option
 @tensor_parallel_option
 @fp8_activations_option
 @click.option("--verify", is_flag=True, help="Check every file of the engine against its SHA-256 first.")

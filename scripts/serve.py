@@ -12,7 +12,7 @@ import click
 from replayssm.runtime.logs import LEVELS
 from replayssm.scripts.config_file import apply_config
 from replayssm.scripts.draft_options import DRAFT_NAMES, scheduled_draft_options
-from replayssm.scripts.engine_options import as_asked, fp8_activations_option, tensor_parallel_option
+from replayssm.scripts.engine_options import as_asked, device_option, fp8_activations_option, tensor_parallel_option
 from replayssm.scripts.help_groups import GroupedCommand
 from replayssm.scripts.number_types import FiniteRange
 
@@ -52,13 +52,7 @@ GROUPS = {
 )
 @click.option("--host", default="localhost", show_default=True, help="Address to listen on; 0.0.0.0 is all of them.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
-@click.option(
-    "--device",
-    default="cpu",
-    show_default=True,
-    type=click.Choice(["cpu", "cuda"]),
-    help="cuda: the first GPU, with this project's kernels and captured steps.",
-)
+@device_option
 @tensor_parallel_option
 @fp8_activations_option
 @click.option(
