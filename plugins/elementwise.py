@@ -17,6 +17,7 @@ import torch
 from replayssm.plugins import launch
 from replayssm.plugins.arguments import Argument
 from replayssm.plugins.geometry import FORMATS, KernelConfig, round_up
+from replayssm.plugins.state import dtype_name
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 ACTIVATIONS = {"silu_multiply": 0, "multiply_sigmoid": 1, "squared_relu": 2}
@@ -316,7 +317,7 @@ def _dense_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _config(kernel: str, dtype: torch.dtype, threads: int, shared: int = 0, **defines: int) -> KernelConfig:
-    defines["ACTIVATION_FORMAT"] = FORMATS[str(dtype).removeprefix("torch.")]
+    defines["ACTIVATION_FORMAT"] = FORMATS[dtype_name(dtype)]
     defines["BULK_COPY"] = 0
     defines["THREADS"] = threads
     if shared:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replayssm.plugins.contract import GdnGeometry, ReplaySettings
-from replayssm.plugins.geometry import architecture, round_up
+from replayssm.plugins.geometry import RESERVED_BYTES, architecture, round_up
 
 MAX_BLOCK_HEADS = 4
 """Heads whose gates and window matrices a GDN block keeps in shared memory."""
@@ -35,7 +35,7 @@ def parts_defines(
     ahead = {"MAX_PARTS": most * (geometry.head_v_dim // cta_rows), "STAGES": 2, "U_REPLACES_QUERIES": 0}
 
     def blocks(chosen: dict[str, int]) -> int:
-        return limits.shared_per_sm // (shared_bytes(geometry, settings, cta_rows, **chosen) + 1024)
+        return limits.shared_per_sm // (shared_bytes(geometry, settings, cta_rows, **chosen) + RESERVED_BYTES)
 
     if blocks(ahead) < 2:
         return {**ahead, "STAGES": 1}

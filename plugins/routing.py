@@ -9,6 +9,7 @@ import torch
 
 from replayssm.plugins.elementwise import SIXTEEN_BITS, Launch, float_bits, supports_scale
 from replayssm.plugins.geometry import FORMATS, KernelConfig
+from replayssm.plugins.state import dtype_name
 
 Tensor = torch.Tensor
 
@@ -47,7 +48,7 @@ def plan_route_tokens(
     tokens, columns = logits.shape
     wide = logits.dtype == torch.float32
     defines = {
-        "ACTIVATION_FORMAT": FORMATS["bfloat16" if wide else str(logits.dtype).removeprefix("torch.")],
+        "ACTIVATION_FORMAT": FORMATS["bfloat16" if wide else dtype_name(logits.dtype)],
         "BULK_COPY": 0,
         "EXPERTS": columns // parts,
         "LOGITS_FP32": int(wide),

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 
 from replayssm.plugins import launch
 from replayssm.plugins.elementwise import CHUNK, Launch, supports
-from replayssm.plugins.geometry import FORMATS, KernelConfig, architecture
+from replayssm.plugins.geometry import FORMATS, REGISTERS_PER_SM, RESERVED_BYTES, KernelConfig, architecture
+from replayssm.plugins.state import dtype_name
 
 Tensor = torch.Tensor
 
@@ -48,7 +49,6 @@ ASSUMED_ARCH = 90
 """Compute capability that launches are planned for without a GPU."""
 BLOCKS_WANTED = 2 * 132
 """Blocks below which a dense product splits its columns; twice the multiprocessors of an H200."""
-REGISTERS_PER_SM = 1 << 16
 MOST_TILE_TOKENS = 64
 """Of a dense product."""
 ROUTED_PAIRS = 1 << 12
@@ -278,13 +278,13 @@ def _gemm_config(
     shared = form.stages * stage + results + 4 * tile_tokens
     # A thread holds a sum for every token, and some 56 registers beside them.
     fitting = min(
-        architecture(arch).shared_per_sm // (shared + 1024),
+        architecture(arch).shared_per_sm // (shared + RESERVED_BYTES),
         REGISTERS_PER_SM // (32 * form.warps * (tile_tokens + 56)),
     )
     fitting = max(1, fitting)
     defines = {
         "ACTIVATION": ACTIVATIONS[activation],
-        "ACTIVATION_FORMAT": FORMATS[str(dtype or (out if in_fp8 else x).dtype).removeprefix("torch.")],
+        "ACTIVATION_FORMAT": FORMATS[dtype_name(dtype or (out if in_fp8 else x).dtype)],
         "BULK_COPY": 0,
         "MIN_CTAS": min(fitting, form.blocks),
         "MODE": MODES[mode],
@@ -353,7 +353,7 @@ def plan_sum_splits(parts: Tensor, out: Tensor) -> Launch:
 
 
 def plain_config(kernel: str, dtype: torch.dtype, threads: int, **defines: int) -> KernelConfig:
-    defines |= {"ACTIVATION_FORMAT": FORMATS[str(dtype).removeprefix("torch.")], "BULK_COPY": 0, "THREADS": threads}
+    defines |= {"ACTIVATION_FORMAT": FORMATS[dtype_name(dtype)], "BULK_COPY": 0, "THREADS": threads}
     return KernelConfig(kernel, tuple(sorted(defines.items())), 1, threads, 0)
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from replayssm.plugins.manifest import EngineManifest
-from replayssm.plugins.state import torch_dtype
+from replayssm.plugins.state import dtype_name, torch_dtype
 from replayssm.runtime.cuda_graphs import StepGraph
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.parallel import RankEngine, rank_engine
@@ -171,7 +171,7 @@ class ParallelSession(Session):
         if self._inside:
             return super().draft_step(rows)
         hidden = torch.cat([row.hidden_states for row in rows]).contiguous()
-        shape, dtype = tuple(hidden.shape), str(hidden.dtype).removeprefix("torch.")
+        shape, dtype = tuple(hidden.shape), dtype_name(hidden.dtype)
         with self._mirrored("draft_step", [replace(row, hidden_states=None) for row in rows], shape, dtype):
             dist.broadcast(hidden, 0)
             return super().draft_step(rows)
