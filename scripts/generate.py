@@ -14,6 +14,8 @@ import click
 from replayssm.scripts.draft_options import draft_options
 from replayssm.scripts.engine_options import as_asked, device_option, fp8_activations_option, tensor_parallel_option
 
+DEFAULT_NEW_TOKENS = 512
+
 
 @click.command()
 @click.option(
@@ -32,7 +34,11 @@ from replayssm.scripts.engine_options import as_asked, device_option, fp8_activa
     help="File whose text, without a last newline, is a prompt; - reads standard input.",
 )
 @click.option("--chat", is_flag=True, help="Wrap each prompt as a user's message with the checkpoint's chat template.")
-@click.option("--max-new-tokens", default=512, show_default=True, help="Most tokens to generate.")
+@click.option(
+    "--max-new-tokens",
+    type=int,
+    help="Most tokens to generate.  [default: 512, or what the engine's max_seq_len leaves]",
+)
 @click.option("--temperature", default=0.0, show_default=True, help="0 always takes the most likely token.")
 @click.option("--top-k", default=0, show_default=True, help="Sample among the k most likely tokens; 0 means all.")
 @click.option("--top-p", default=1.0, show_default=True, help="Sample among the most likely tokens of this mass.")
@@ -52,7 +58,7 @@ def generate(
     prompts: tuple[str, ...],
     prompt_files: tuple[Path, ...],
     chat: bool,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     draft: str,
     draft_engine: Path | None,
     draft_len: int | None,
@@ -86,6 +92,10 @@ def generate(
     loaded = as_asked(loaded, device, tensor_parallel_size, fp8_activations)
     tokenizer = loaded.tokenizer
     token_ids = [encode(tokenizer, text, chat) for text in texts]
+    note = _room_note(loaded, max(map(len, token_ids)), max_new_tokens)
+    if note:
+        click.echo(note, err=True)
+    max_new_tokens = DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     slots = min(len(texts), loaded.manifest.limits.max_batch_size)
     with contextlib.closing(open_session(loaded, slots, device)) as session:
         session.warm_up()
@@ -109,7 +119,7 @@ def generate(
         if len(results) > 1:
             click.secho(f"[{index + 1}] ", bold=True, nl=False)
         click.echo("" if stream else result.text)
-        click.secho(_summary(result, draft), dim=True, err=True)
+        click.secho(_summary(result, draft, loaded, max_new_tokens), dim=True, err=True)
 
 
 def _read(path: Path) -> str:
@@ -145,10 +155,27 @@ def _to_json(result: Any) -> dict[str, Any]:
     }
 
 
-def _summary(result: Any, draft: str) -> str:
+def _room_note(engine: Any, longest: int, asked: int | None) -> str:
+    """What a user who asked for more tokens than fit behind the longest prompt should know; empty if there is nothing.
+
+    It is no error: most texts end on their own, and so did the one that was asked for, perhaps. `Request.create` cuts.
+    """
+    limit = engine.manifest.replay.max_seq_len
+    if asked is None or longest + asked <= limit or longest >= limit:  # the last one is refused, by its own message
+        return ""
+    return (
+        f"note: --max-new-tokens {asked} is more than fits: a sequence of this engine has at most {limit} tokens, its "
+        f"prompt included, which leaves {limit - longest} behind a prompt of {longest}; for more, "
+        f"{engine.how_to_lengthen}"
+    )
+
+
+def _summary(result: Any, draft: str, engine: Any, max_new_tokens: int) -> str:
     finish = result.finish_reason
     if finish == "length":
-        finish += " (--max-new-tokens, or the engine's --max-seq-len, cut it off)"
+        out_of_room = f"the engine's max_seq_len {engine.manifest.replay.max_seq_len}"
+        asked = f"--max-new-tokens {max_new_tokens}"
+        finish += f" ({out_of_room if len(result.token_ids) < max_new_tokens else asked} cut it off)"
     parts = [f"{len(result.prompt_token_ids)} + {len(result.token_ids)} tokens", f"finished by {finish}"]
     if result.timing["tokens_per_s"] is not None:
         parts.append(f"{result.timing['tokens_per_s']:,.1f} tokens/s")

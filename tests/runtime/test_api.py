@@ -295,6 +295,13 @@ def test_stats_and_page(server, client):
     assert used <= set(stats) | set(line)
 
 
+def test_max_tokens_is_an_upper_bound(server):
+    """Clients send generous ones: the answer ends where the engine has no more room."""
+    options = {"model": "tiny", "prompt": [1] * 395, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    answer = server.client().completions.create(**options, max_tokens=10**6)
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (5, "length")
+
+
 @pytest.mark.parametrize(
     ("body", "status", "message", "param", "code"),
     [

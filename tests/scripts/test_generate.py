@@ -44,8 +44,33 @@ def test_text_and_summary(engine):
     assert result.exit_code == 0
     assert result.stdout == expected(engine, PROMPT, 20).text + "\n"
     assert result.stderr.count("\n") == 1
-    assert "+ 20 tokens, finished by length" in result.stderr
+    assert "+ 20 tokens, finished by length (--max-new-tokens 20 cut it off)" in result.stderr
     assert "tokens/s" in result.stderr
+
+
+def test_more_tokens_than_the_engine_has_room_for(engine):
+    """An upper bound that cannot be reached is cut and said; that the default does not fit is no news."""
+    prompts = ("--prompt", "a", "--prompt", PROMPT, "--ignore-eos")
+    longest = len(Engine.load(engine).tokenizer(PROMPT)["input_ids"])
+    result = generate(engine, *prompts, "--max-new-tokens", 500)
+    assert result.exit_code == 0
+    note, *summaries = result.stderr.splitlines()
+    assert note == (
+        "note: --max-new-tokens 500 is more than fits: a sequence of this engine has at most 128 tokens, its prompt "
+        f"included, which leaves {128 - longest} behind a prompt of {longest}; for more, build the engine with a "
+        "larger --max-seq-len"
+    )
+    assert [line.split(", finished by ")[0] for line in summaries] == [
+        "1 + 127 tokens",
+        f"{longest} + {128 - longest} tokens",
+    ]
+    assert all("length (the engine's max_seq_len 128 cut it off)" in line for line in summaries)
+    default = generate(engine, *prompts)
+    assert default.stdout == result.stdout
+    assert default.stderr.count("\n") == 2
+    fits = generate(engine, "--prompt", PROMPT, "--ignore-eos", "--max-new-tokens", 128 - longest)
+    assert fits.stderr.count("\n") == 1
+    assert f"length (--max-new-tokens {128 - longest} cut it off)" in fits.stderr
 
 
 @pytest.mark.parametrize("draft", ["none", "ngram", "mtp", "engine"])
