@@ -14,7 +14,7 @@ import click
 from replayssm.scripts.config_file import apply_config
 from replayssm.scripts.draft_options import DRAFT_NAMES, scheduled_draft_options
 from replayssm.scripts.engine_options import as_asked, device_option, fp8_activations_option, tensor_parallel_option
-from replayssm.scripts.files import check_writable, write_lines
+from replayssm.scripts.files import check_writable, require_new, write_lines
 from replayssm.scripts.help_groups import GroupedCommand, OrderedGroup
 from replayssm.scripts.number_types import FiniteRange
 
@@ -253,6 +253,7 @@ def _write_all(texts: Sequence[tuple[Path | None, str]]) -> None:
 @bench.group("prepare-dataset", cls=OrderedGroup, short_help="Write a data set of random tokens or text.")
 @click.option("--engine", "--engine-dir", type=ENGINE, help="Whose vocabulary or tokenizer to use.  [required]")
 @click.option("--output", type=NEW_FILE, help="File to write.  [required]")
+@click.option("--overwrite", is_flag=True, help="Replace a file that exists at the output.")
 @click.option("--random-seed", default=420, show_default=True, help="Seed of random lengths and tokens.")
 @click.pass_context
 def prepare_dataset(context: click.Context, **options: Any) -> None:
@@ -270,6 +271,8 @@ def _target(options: dict[str, Any]) -> dict[str, Any]:
             raise click.UsageError(
                 f"Missing option '--{name}', before the kind of data set", click.get_current_context()
             )
+    if not options["overwrite"]:
+        require_new(options["output"], "--overwrite before the kind of data set")
     return options
 
 

@@ -19,6 +19,17 @@ def check_writable(*paths: Path | None) -> None:
                 pass
 
 
+def require_new(path: Path, way_out: str) -> None:
+    """ValueError for a file that exists, which took somebody work to make; a device or a pipe holds nothing.
+
+    way_out: how the user of the command replaces it.
+    """
+    with _naming(path):
+        exists = path.exists()
+    if exists and not _is_special(path):
+        raise ValueError(f"the output {path} exists: choose another, or replace it with {way_out}")
+
+
 def _is_special(path: Path) -> bool:
     """Whether `path` is a device or a pipe, which must be written to and not be replaced."""
     with _naming(path):  # below a folder that may not be entered

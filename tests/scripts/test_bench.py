@@ -96,6 +96,23 @@ def test_uniform_lengths_and_text(engine, tmp_path):
     assert f"note: {tmp_path / 'b'} holds 2 of the 3 requests of --num-requests" in result.stderr
 
 
+def test_a_data_set_that_exists_is_kept(engine, tmp_path):
+    """Refused before any work; a device is no file to lose."""
+    kind = ("token-norm-dist", "--num-requests", 2, "--input-mean", 3, "--output-mean", 3)
+    (tmp_path / "data").write_text("made by hand\n")
+    message = f"error: the output {tmp_path / 'data'} exists: choose another, or replace it with --overwrite before the"
+    texts = ("text", "--input", tmp_path / "data", "--output-tokens", 3)
+    for arguments in (kind, texts):
+        result = prepare(engine, tmp_path / "data", *arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == f"{message} kind of data set\n"
+        assert (tmp_path / "data").read_text() == "made by hand\n"
+    result = prepare(engine, tmp_path / "data", "--overwrite", *kind)
+    assert result.exit_code == 0, result.stderr
+    assert len((tmp_path / "data").read_text().splitlines()) == 2
+    assert prepare(engine, "/dev/null", *kind).exit_code == 0
+
+
 def test_bad_input(engine, tmp_path):
     (tmp_path / "empty").write_text("")
     (tmp_path / "long").write_text('{"task_id": 1, "input_ids": [1], "output_tokens": 64}')
