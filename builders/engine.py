@@ -15,7 +15,7 @@ from typing import Any
 from replayssm.builders.atomic import atomic_directory, require_apart, require_only
 from replayssm.builders.checkpoint import Checkpoint
 from replayssm.builders.config import ModelConfig, read_json
-from replayssm.builders.inspection import check_readout_layers, check_u_source
+from replayssm.builders.inspection import check_readout_layers, check_u_source, count_layers
 from replayssm.builders.models import build_networks
 from replayssm.builders.parameters import WeightRecipe
 from replayssm.builders.targets import tensorrt as tensorrt_target
@@ -235,7 +235,7 @@ def _describe_model(config: ModelConfig, checkpoint: Path, has_mtp: bool) -> dic
         "architecture": config.architecture,
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
-        "layers": dict(Counter(layer.kind for layer in config.layers)),
+        "layers": count_layers(config),
         "max_position_embeddings": config.max_position_embeddings,
         "has_mtp": has_mtp,
         "bos_token_id": config.bos_token_id,

@@ -1,10 +1,10 @@
-"""What a model costs in state, traffic and memory, from its config alone."""
+"""What a model costs in state, traffic and memory, from its config or its engine's manifest alone."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from replayssm.builders.config import published, weight_bytes
 from replayssm.builders.formats import DENSE, FP8, NVFP4, W4A16_NVFP4
 from replayssm.builders.weight_shapes import quantizable_modules
 from replayssm.plugins.contract import GdnGeometry, Geometry, RecurrentGeometry, ReplaySettings
+from replayssm.plugins.manifest import EngineManifest
+from replayssm.plugins.network import Network
 from replayssm.plugins.traffic import SlotBytes, Traffic, slot_bytes, traffic_per_token
 
 WEIGHT_FORMATS = {"bf16": DENSE, "nvfp4": NVFP4, "nvfp4-w4a16": W4A16_NVFP4, "fp8": FP8}
@@ -56,6 +58,7 @@ class Inspection:
 
     layers: number of layers by kind.  weights: stored bytes by dtype, and "total", with the draft head.
     max_batch: sequences of `max_seq_len` tokens that fit `memory_bytes` less `reserve_bytes` beside the weights.
+    batch_limit: most that an engine was built for; None for a model.
     """
 
     model: str
@@ -68,6 +71,7 @@ class Inspection:
     acceptance_length: float
     memory_bytes: int
     reserve_bytes: int
+    batch_limit: int | None = None
 
     @property
     def max_batch(self) -> int:
@@ -109,28 +113,68 @@ def inspect_model(
     weights: "checkpoint", or a key of WEIGHT_FORMATS.  acceptance_length: mean tokens per verify call; by default
     half of the drafts are accepted.
     """
-    draft_len = settings.max_window - 1
-    if acceptance_length is None:
-        acceptance_length = 1 + draft_len / 2
     numbered = tuple(_numbered(config))
-    layers, stateful = [layer for layer, _ in numbered], [geometry for _, geometry in numbered]
-    check_u_source(stateful, settings)
+    check_u_source((geometry for _, geometry in numbered), settings)
     check_readout_layers([layer for layer, part in numbered if isinstance(part, RecurrentGeometry)], settings)
     formats = None
     if weights != "checkpoint":
         formats = dict.fromkeys(quantizable_modules(config), WEIGHT_FORMATS[weights])
-    return Inspection(
+    return _inspection(
+        numbered,
+        settings,
+        acceptance_length,
         model=name,
-        layers=dict(Counter(part.kind for layer in config.layers for part in _parts(layer))),
-        settings=settings,
-        slot=slot_bytes(stateful, settings, layers),
-        traffic=traffic_per_token(stateful, settings, draft_len, acceptance_length, layers),
+        layers=count_layers(config),
         weights=weight_bytes(config, formats),
-        draft_len=draft_len,
-        acceptance_length=acceptance_length,
         memory_bytes=memory_bytes,
         reserve_bytes=reserve_bytes,
     )
+
+
+def inspect_engine(
+    manifest: EngineManifest,
+    network: Network,
+    *,
+    acceptance_length: float | None = None,
+    memory_bytes: int,
+    reserve_bytes: int = 0,
+) -> Inspection:
+    """The same figures of an engine, kept as it was built; `network` is its main one. Weights are as it stores them."""
+    stored = manifest.quantization
+    return _inspection(
+        [(state.number, state.geometry) for state in network.states.values()],
+        manifest.replay,
+        acceptance_length,
+        model=manifest.model["name"],
+        layers=dict(manifest.model["layers"]),
+        weights={**stored["weight_bytes_by_dtype"], "total": stored["weight_bytes"]},
+        memory_bytes=memory_bytes,
+        reserve_bytes=reserve_bytes,
+        batch_limit=manifest.limits.max_batch_size,
+    )
+
+
+def _inspection(
+    numbered: Sequence[tuple[int, Geometry]], settings: ReplaySettings, acceptance_length: float | None, **known: Any
+) -> Inspection:
+    """numbered: geometries with the numbers of their layers. known: fields that need no computing."""
+    draft_len = settings.max_window - 1
+    if acceptance_length is None:
+        acceptance_length = 1 + draft_len / 2
+    layers, stateful = [layer for layer, _ in numbered], [geometry for _, geometry in numbered]
+    return Inspection(
+        settings=settings,
+        slot=slot_bytes(stateful, settings, layers),
+        traffic=traffic_per_token(stateful, settings, draft_len, acceptance_length, layers),
+        draft_len=draft_len,
+        acceptance_length=acceptance_length,
+        **known,
+    )
+
+
+def count_layers(config: ModelConfig) -> dict[str, int]:
+    """Layers by kind; a decoder layer of a mixer and an MLP counts as one of each."""
+    return dict(Counter(part.kind for layer in config.layers for part in _parts(layer)))
 
 
 def check_u_source(geometries: Iterable[Geometry], settings: ReplaySettings) -> None:

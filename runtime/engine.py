@@ -65,7 +65,7 @@ class Engine:
                 f"{', '.join(SUPPORTED_TARGETS)}: rebuild it"
             )
         verify_files(directory, manifest, verify)
-        networks = _read_networks(directory / manifest.networks)
+        networks = read_networks(directory / manifest.networks)
         size = networks["main"].spec(networks["main"].outputs["logits"]).shape[-1]
         if size != manifest.model["vocab_size"]:
             raise EngineDirectoryError(
@@ -136,7 +136,8 @@ class Engine:
             ) from error
 
 
-def _read_networks(path: Path) -> dict[str, Network]:
+def read_networks(path: Path) -> dict[str, Network]:
+    """Networks of an engine by name, "main" among them. EngineDirectoryError for what this version does not run."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):

@@ -1,15 +1,21 @@
-"""`replayssm inspect`: state sizes and memory traffic of a model, from its config alone."""
+"""`replayssm inspect`: state sizes and memory traffic of a model or an engine, from its config alone."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.manifest import MANIFEST_NAME, is_engine_directory, read_manifest
 from replayssm.scripts.format_options import format_options, name_layers
 from replayssm.scripts.number_types import Size
+
+if TYPE_CHECKING:
+    from replayssm.builders.inspection import Inspection
 
 
 @click.command()
@@ -37,17 +43,44 @@ from replayssm.scripts.number_types import Size
 )
 @click.option("--reserve", type=Size(), default="6GiB", show_default=True, help="Memory kept back for everything else.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-def inspect(model: str, as_json: bool, **options) -> None:
+def inspect(model: str, as_json: bool, **options: Any) -> None:
     """Show state sizes, memory traffic per token and the batch that fits.
 
-    MODEL is a checkpoint directory, a config.json, or one of the published models whose configs ship with replayssm:
-    nano4b, super120b, super120b-nvfp4, qwen4b, qwen122b, qwen122b-nvfp4, or their Hugging Face names.
+    MODEL is a checkpoint directory, a config.json, an engine directory (shown as it was built), or one of the published
+    models whose configs ship with replayssm: nano4b, super120b, super120b-nvfp4, qwen4b, qwen122b, qwen122b-nvfp4, or
+    their Hugging Face names.
     """
-    report = _inspect(model, **options)
+    path = Path(model)
+    path = path.parent if path.name == MANIFEST_NAME else path
+    report = _inspect_engine(path, **options) if is_engine_directory(path) else _inspect(model, **options)
     if as_json:
         click.echo(json.dumps(report.to_json()))
     else:
         _print_tables(report)
+
+
+def _inspect_engine(
+    directory: Path, acceptance_length: float | None, memory: int, reserve: int, **built: Any
+) -> Inspection:
+    from replayssm.builders.inspection import inspect_engine
+    from replayssm.runtime.engine import read_networks
+
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        if parameter.name in built and context.get_parameter_source(parameter.name) != ParameterSource.DEFAULT:
+            option = parameter.opts[0]
+            raise ValueError(
+                f"{directory} is an engine, whose {option} was chosen when it was built: leave out {option}, or "
+                "inspect the checkpoint"
+            )
+    manifest = read_manifest(directory)
+    return inspect_engine(
+        manifest,
+        read_networks(directory / manifest.networks)["main"],
+        acceptance_length=acceptance_length,
+        memory_bytes=memory,
+        reserve_bytes=reserve,
+    )
 
 
 def _inspect(
@@ -59,16 +92,16 @@ def _inspect(
     max_seq_len: int,
     memory: int,
     reserve: int,
-    **formats,
-):
+    **formats: Any,
+) -> Inspection:
     from replayssm.builders.config import PUBLISHED, published, read_config
     from replayssm.builders.inspection import inspect_model
 
     known = model in PUBLISHED or model in PUBLISHED.values()
     if not known and not Path(model).exists():
         raise ValueError(
-            f"{model!r} is neither a path nor a published model; expected a checkpoint directory, a config.json or "
-            f"one of {', '.join(PUBLISHED)}"
+            f"{model!r} is neither a path nor a published model; expected a checkpoint directory, a config.json, an "
+            f"engine directory or one of {', '.join(PUBLISHED)}"
         )
     if max_draft_len < 0:
         raise ValueError(f"--max-draft-len must be >= 0, got {max_draft_len}")
@@ -83,7 +116,7 @@ def _inspect(
     )
 
 
-def _print_tables(report) -> None:
+def _print_tables(report: Inspection) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -117,10 +150,10 @@ def _print_tables(report) -> None:
         title_justify="left",
     )
     drafts = f"{report.draft_len} drafts, {report.acceptance_length:g} tokens a call; before: snapshots"
-    for name, before, after in (
-        ("decoding; before: rewritten every token", report.traffic.plain, report.traffic.replay),
-        (drafts, report.traffic.snapshot_speculation, report.traffic.replay_speculation),
-    ):
+    ways = [("decoding; before: rewritten every token", report.traffic.plain, report.traffic.replay)]
+    if report.draft_len:
+        ways.append((drafts, report.traffic.snapshot_speculation, report.traffic.replay_speculation))
+    for name, before, after in ways:
         traffic.add_row(name, _readable(before), _readable(after), f"{before / after:.2f}x")
     for column in traffic.columns[1:]:
         column.justify = "right"
@@ -135,6 +168,8 @@ def _print_tables(report) -> None:
         f"A GPU of {_readable(report.memory_bytes)}, {_readable(report.reserve_bytes)} kept back, holds "
         f"[bold]{report.max_batch:,}[/bold] sequences of {settings.max_seq_len:,} tokens beside the weights."
     )
+    if report.batch_limit is not None and report.batch_limit < report.max_batch:
+        console.print(f"The engine runs at most {report.batch_limit:,} of them at a time, its --max-batch-size.")
     for warning in settings.warnings:
         console.print(f"[yellow]note:[/yellow] {warning}")
 

@@ -8,6 +8,8 @@ import os
 import pytest
 from click.testing import CliRunner
 
+from replayssm.builders.engine import BuildOptions, build_engine
+from replayssm.plugins.manifest import read_manifest
 from replayssm.scripts.cli import main
 
 KEYS = {
@@ -44,6 +46,52 @@ def test_config_file_is_accepted(tmp_path) -> None:
     path.write_text(json.dumps(published_config("qwen4b")))
     assert json.loads(run("inspect", str(path), "--json").stdout)["layers"] == {"gdn": 24, "mlp": 32, "attention": 8}
     assert json.loads(run("inspect", str(tmp_path), "--json").stdout)["kv_bytes_per_token"] == 32_768
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint, tmp_path_factory):
+    formats = {"state_dtype": "float16", "state_rounding": "stochastic", "readout_dtype": "float8"}
+    options = BuildOptions(max_batch_size=3, max_seq_len=300, max_draft_len=2, buffer_len=8, **formats)
+    output = tmp_path_factory.mktemp("engines") / "qwen"
+    build_engine(tiny_checkpoint("qwen"), output, options)
+    return output
+
+
+def test_an_engine_shows_what_its_checkpoint_does_with_its_options(engine, tiny_checkpoint, monkeypatch) -> None:
+    """Weights aside, which an engine has in its own layout: norms in fp32."""
+    shown = json.loads(run("inspect", str(engine), "--memory", "1GiB", "--reserve", "0B", "--json").stdout)
+    options = ("--buffer-len", "8", "--max-draft-len", "2", "--max-seq-len", "300", "--memory", "1GiB")
+    options += ("--state-dtype", "float16", "--state-rounding", "stochastic", "--readout-dtype", "float8")
+    checkpoint = tiny_checkpoint("qwen")
+    expected = json.loads(run("inspect", str(checkpoint), *options, "--reserve", "0B", "--json").stdout)
+    assert shown["weight_bytes"] == read_manifest(engine).quantization["weight_bytes"]
+    assert shown["model"] == checkpoint.name
+    free = 2**30 - shown["weight_bytes"]
+    held = sum(shown[f"{name}_bytes_per_sequence"] for name in ("state", "readout", "ring", "conv"))
+    positions = free // shown["max_batch"] - held - 300 * shown["kv_bytes_per_token"]
+    assert 0 < positions < held / 100, "what fits is counted from the same bytes and a few positions"
+    for key in ("model", "weight_bytes", "max_batch"):
+        del shown[key], expected[key]
+    assert shown == expected
+    assert json.loads(run("inspect", str(engine / "config.json"), "--json").stdout)["layers"] == shown["layers"]
+    monkeypatch.setitem(os.environ, "COLUMNS", "120")
+    assert "The engine runs at most 3 of them at a time" in run("inspect", str(engine)).output
+
+
+def test_what_an_engine_cannot_be_asked(engine, tmp_path) -> None:
+    for option, value in (("--buffer-len", "16"), ("--state-dtype", "float32"), ("--weights", "checkpoint")):
+        result = run("inspect", str(engine), option, value)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == (
+            f"error: {engine} is an engine, whose {option} was chosen when it was built: leave out {option}, or "
+            "inspect the checkpoint\n"
+        )
+    broken = tmp_path / "engine"
+    broken.mkdir()
+    (broken / "config.json").write_text((engine / "config.json").read_text().replace("float16", "float17", 1))
+    result = run("inspect", str(broken))
+    assert "does not match its own sha256" in result.stderr
+    assert result.exit_code == 2
 
 
 def test_a_directory_without_a_config(tmp_path) -> None:
