@@ -36,6 +36,9 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 """Name -> fields of `ReplaySettings`; what stands behind + is the readout."""
 
+Progress = Callable[[str, int], None]
+"""Hears what is running, and how many more problems are done."""
+
 Z_95 = 1.96
 RULE_OF_THREE = 3.0
 """Where n trials show no event, its rate lies below 3 / n with 95 % confidence."""
@@ -209,11 +212,11 @@ def compare(
     device: torch.device | str = "cpu",
     slots: int = 4,
     max_new_tokens: int = 256,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Progress = lambda what, done: None,
 ) -> list[FormatResult]:
     """One result per format, float32 first. `slots` problems run at once, in as many slots for every format.
 
-    progress: hears of problems done. Raises ValueError for prompts that do not fit the engine.
+    Raises ValueError for prompts that do not fit the engine.
     """
     limit = engine.manifest.replay.max_seq_len
     longest = max(len(problem.prompt) for problem in problems)
@@ -230,9 +233,9 @@ def compare(
     tallies = {name: _Tally() for name in formats}
     for start in range(0, len(problems), slots):
         group = problems[start : start + slots]
-        texts = _follow(engine, sessions, group, max_new_tokens, tallies)
-        _answer(engine, sessions, group, start, texts, max_new_tokens, tallies)
-        progress(len(group))
+        texts = _follow(engine, sessions, group, max_new_tokens, tallies, progress)
+        _answer(engine, sessions, group, start, texts, max_new_tokens, tallies, progress)
+        progress("", len(group))
     for session in sessions.values():
         session.close()
     return [_result(engine, name, settings, tallies) for name, settings in formats.items()]
@@ -245,6 +248,7 @@ def _follow(
     group: Sequence[Problem],
     max_new_tokens: int,
     tallies: Mapping[str, _Tally],
+    progress: Progress,
 ) -> list[list[int]]:
     """float32's greedy tokens for a group; every format reads them and is compared at each."""
     slots = {name: [session.allocate() for _ in group] for name, session in sessions.items()}
@@ -252,10 +256,12 @@ def _follow(
         for values in (tally.tokens, tally.other, tally.kl):
             values += [0] * len(group)
     outputs: list[list[int]] = [[] for _ in group]
+    progress("prompts", 0)
     logits = {name: _read_prompts(session, slots[name], group) for name, session in sessions.items()}
     running = list(range(len(group)))
     ends, limit = set(engine.end_token_ids), engine.manifest.replay.max_seq_len
     while running:
+        progress(f"token {len(outputs[running[0]]) + 1} of at most {max_new_tokens}", 0)
         reference = logits[REFERENCE].float().log_softmax(-1)
         chosen = reference.argmax(-1)
         for name, tally in tallies.items():
@@ -319,6 +325,7 @@ def _answer(
     outputs: Sequence[list[int]],
     max_new_tokens: int,
     tallies: Mapping[str, _Tally],
+    progress: Progress,
 ) -> None:
     """Whether each format answers right. One that chose every token of float32 would write the same text again."""
     asked = [index for index, problem in enumerate(group) if problem.answer is not None]
@@ -330,6 +337,7 @@ def _answer(
         written = {index: outputs[index] for index in asked}
         differing = [index for index in asked if tallies[name].other[index - len(group)]]
         if differing:
+            progress(f"own texts of {name}", 0)
             prompts = [group[index].prompt for index in differing]
             results = generate(
                 session, prompts, max_new_tokens, eos_token_ids=engine.end_token_ids, tokenizer=tokenizer

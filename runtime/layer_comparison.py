@@ -6,13 +6,15 @@ example model with Gated DeltaNet one layer of five causes nearly all of it (doc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from replayssm.plugins.contract import RecurrentGeometry, ReplaySettings
 from replayssm.runtime.engine import Engine
-from replayssm.runtime.format_comparison import REFERENCE, Problem, compare
+from replayssm.runtime.format_comparison import REFERENCE, Problem, Progress, compare
 
 NARROW, WIDER = "nvfp4", "float8"
 
@@ -84,12 +86,12 @@ def divergences(
     problems: Sequence[Problem],
     formats: Mapping[str, ReplaySettings],
     name: str,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Progress = lambda what, done: None,
     **options: Any,
 ) -> LayerDivergences:
     """What the readouts of format `name` add, of each layer alone and of all.
 
-    formats: of `candidates`. progress: hears of layers done. options: of `compare`.
+    formats: of `candidates`. progress, options: of `compare`, which every group of layers runs.
     """
     unanswered = [replace(problem, answer=None) for problem in problems]
     settings, found, whole, layers = formats[name], {}, 0.0, recurrent_layers(engine)
@@ -100,12 +102,26 @@ def divergences(
         compared |= {str(layer): replace(checkpoints, readout_layers=((layer, NARROW),)) for layer in group}
         if not start:
             compared[_WHOLE] = settings
-        kl = {result.name: result.kl for result in compare(engine, unanswered, compared, **options)}
+        hear = partial(_with_layers, progress, group)
+        kl = {result.name: result.kl for result in compare(engine, unanswered, compared, progress=hear, **options)}
         found |= {layer: max(0.0, kl[str(layer)] - kl[_CHECKPOINTS]) for layer in group}
         if not start:
             whole = max(0.0, kl[_WHOLE] - kl[_CHECKPOINTS])
-        progress(len(group))
     return LayerDivergences(found, whole)
+
+
+def _with_layers(progress: Progress, group: Sequence[int], what: str, done: int) -> None:
+    progress(f"{what}, layers {group[0]} to {group[-1]}" if what else what, done)
+
+
+def readings(engine: Engine, formats: Mapping[str, ReplaySettings]) -> int:
+    """How often `with_layers` reads all problems."""
+    return sum(map(_can_widen, formats.values())) * math.ceil(len(recurrent_layers(engine)) / LAYERS_AT_ONCE)
+
+
+def _can_widen(settings: ReplaySettings) -> bool:
+    """Whether a wider readout in few layers is a format of its own: behind a float8 checkpoint it would be that."""
+    return settings.readout_dtype == NARROW and settings.state_dtype != WIDER
 
 
 def layers_to_widen(divergences: Mapping[int, float]) -> list[int]:
@@ -123,18 +139,16 @@ def with_layers(
     engine: Engine,
     problems: Sequence[Problem],
     formats: Mapping[str, ReplaySettings],
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Progress = lambda what, done: None,
     **options: Any,
 ) -> tuple[dict[str, ReplaySettings], dict[str, LayerDivergences]]:
     """`formats`, and behind each with a 4-bit readout one whose layers that it hurts most have readouts of 8 bits; and
     what was measured of those formats.
-
-    Formats with a float8 checkpoint are left as they are: there the wider readout would be the checkpoint itself.
     """
     found, measured = {}, {}
     for name, settings in formats.items():
         found[name] = settings
-        if settings.readout_dtype != NARROW or settings.state_dtype == WIDER:
+        if not _can_widen(settings):
             continue
         measured[name] = divergences(engine, problems, formats, name, progress, **options)
         widened = measured[name].to_widen

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,6 @@ def calibrate(
     ):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from replayssm.runtime.engine import Engine
     from replayssm.runtime.format_comparison import (
         FORMATS,
@@ -91,21 +89,19 @@ def calibrate(
         read_problems,
         recommend,
     )
-    from replayssm.runtime.layer_comparison import with_layers
+    from replayssm.runtime.layer_comparison import readings, with_layers
 
     loaded = Engine.load(engine)
     compared = candidates(loaded, formats or tuple(FORMATS))
     problems = read_problems(dataset, loaded.tokenizer, chat, limit)
-    console, measured = Console(stderr=True), {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    measured = {}
+    with _progress() as stage:
         if by_layer:
-            task = bar.add_task("Layers", total=None)
-            advance = partial(bar.advance, task)
-            compared, measured = with_layers(loaded, problems, compared, progress=advance, **options)
-            bar.remove_task(task)
-        task = bar.add_task("Problems", total=len(problems))
-        results = compare(loaded, problems, compared, progress=lambda done: bar.advance(task, done), **options)
+            total = readings(loaded, compared) * len(problems)
+            with stage("Readouts of single layers", total) as advance:
+                compared, measured = with_layers(loaded, problems, compared, progress=advance, **options)
+        with stage(f"float32 beside {', '.join(list(compared)[1:])}", len(problems)) as advance:
+            results = compare(loaded, problems, compared, progress=advance, **options)
     chosen = recommend(results, max_disagreement, tolerance)
     refusals = {result.name: result.refusal(max_disagreement, tolerance) for result in results}
     notes = answer_notes(loaded, results, options["max_new_tokens"])
@@ -123,6 +119,32 @@ def calibrate(
             f"note: {len(problems)} problems leave wide intervals; more of them may clear a smaller format",
             file=sys.stderr,
         )
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable]:
+    """`stage(what, total)`: a context in which `advance(what runs, texts done)` draws a bar with both and the time
+    left, where standard error is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        *(BarColumn(10), MofNCompleteColumn(), TextColumn("texts,")),
+        *(TimeRemainingColumn(), TextColumn("left: {task.description}")),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+
+        @contextlib.contextmanager
+        def stage(what: str, total: int) -> Iterator[Callable[[str, int], None]]:
+            if console.is_terminal:
+                console.print(what, style="dim")
+            task = bar.add_task("", total=total)
+            yield lambda runs, done: bar.update(task, advance=done, description=runs)
+            bar.remove_task(task)
+            bar.refresh()
+
+        yield stage
 
 
 def _build_options(settings: Any) -> str:

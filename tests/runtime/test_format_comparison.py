@@ -55,10 +55,14 @@ def test_counts_against_generation_and_by_hand(engine, prompts):
     assert list(formats) == ["float32", *names]
     plain = generate(Session(engine, slots=3), prompts, 20, eos_token_ids=engine.end_token_ids)
     texts = [engine.tokenizer.decode(result.token_ids, skip_special_tokens=True) for result in plain]
-    problems = [Problem(prompts[0], texts[0]), Problem(prompts[1], "never written"), Problem(prompts[2])]
-    done = []
-    exact, half, small = compare(engine, problems, formats, slots=2, max_new_tokens=20, progress=done.append)
-    assert done == [2, 1]
+    problems = [Problem(prompts[0], texts[0]), Problem(prompts[1]), Problem(prompts[2], "never written")]
+    heard = []
+    exact, half, small = compare(
+        engine, problems, formats, slots=2, max_new_tokens=20, progress=lambda *news: heard.append(news)
+    )
+    assert [news for news in heard if news[1]] == [("", 2), ("", 1)]
+    assert heard[:3] == [("prompts", 0), ("token 1 of at most 20", 0), ("token 2 of at most 20", 0)]
+    assert ("own texts of float16-stochastic+nvfp4", 0) in heard, "where it chooses other tokens"
     assert exact.tokens == half.tokens == small.tokens == sum(len(result.token_ids) for result in plain)
     assert (exact.disagreement, exact.disagreement_bound, exact.kl) == (0.0, 0.0, 0.0)
     assert (exact.accuracy, exact.difference, exact.difference_bound) == (0.5, 0.0, 0.0)

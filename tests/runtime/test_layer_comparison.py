@@ -57,10 +57,17 @@ def test_layers_of_an_engine_keep_their_own_formats(engine):
 def test_one_layer_at_a_time_beside_what_the_checkpoints_do(engine, monkeypatch):
     """Layer 3 is attention and has none. A layer's figure is that of its readout less that of no readout at all."""
     monkeypatch.setattr(layer_comparison, "LAYERS_AT_ONCE", 3)
-    problems, formats, done = [Problem(list(range(20, 30)), "never")], candidates(engine, [NAME]), []
-    measured = layer_comparison.divergences(engine, problems, formats, NAME, done.append, max_new_tokens=2)
+    problems, formats, heard = [Problem(list(range(20, 30)), "never")], candidates(engine, [NAME]), []
+    measured = layer_comparison.divergences(
+        engine, problems, formats, NAME, lambda *news: heard.append(news), max_new_tokens=2
+    )
     found = measured.layers
-    assert (sorted(found), done) == ([0, 1, 2, 4, 5], [3, 2])
+    assert sorted(found) == [0, 1, 2, 4, 5]
+    whats = ("prompts", "token 1 of at most 2", "token 2 of at most 2")
+    first, second = ([(f"{what}, layers {layers}", 0) for what in whats] for layers in ("0 to 2", "4 to 5"))
+    assert heard == [*first, ("", 1), *second, ("", 1)]
+    more = {**formats, "float8": replace(formats[NAME], state_dtype="float8")}
+    assert layer_comparison.readings(engine, more) == 2, "groups of layers; nothing is wider than a float8 checkpoint"
     checkpoints = replace(formats[NAME], readout_dtype="same")
     compared = {
         "float32": formats["float32"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,11 @@ def test_table_recommendation_and_json(engine, tmp_path, monkeypatch):
     assert "…" not in result.stdout
     assert max(map(len, table)) <= 80, "whole in the narrowest usual terminal"
     assert "note: 2 problems leave wide intervals" in result.stderr
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", calibrate(*arguments, *formats).stderr)
+    assert "float32 beside float8-stochastic, float16-stochastic+nvfp4\n" in drawn, "a bar, as in a terminal"
+    assert re.search(r"━ 0/2 texts, -:--:-- left: \w", drawn)
+    monkeypatch.delenv("FORCE_COLOR")
     wide = ("--max-disagreement", 0.999, "--tolerance", 0.999, "--json")
     report = json.loads(calibrate(*arguments[:4], "--limit", 2, "--max-new-tokens", 6, *formats[2:], *wide).stdout)
     assert [entry["name"] for entry in report["formats"]] == ["float32", "float16-stochastic+nvfp4"]
