@@ -23,10 +23,11 @@ from window_layers import GEOMETRIES
 
 from replayssm.plugins import launch
 from replayssm.plugins.arguments import gdn_arguments, mamba2_arguments
-from replayssm.plugins.contract import Geometry, Mamba2Geometry, ReplaySettings, checkpoint_parts, readout_parts
+from replayssm.plugins.contract import Geometry, Mamba2Geometry, checkpoint_parts, readout_parts
 from replayssm.plugins.geometry import KernelConfig, row_candidates, window_config
 from replayssm.plugins.prefill_geometry import prefill_config
 from replayssm.plugins.reference import recurrence
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import allocate_state, torch_dtype
 
 OUR_ERROR, PEER_ERROR = 2.5e-3, 1e-2

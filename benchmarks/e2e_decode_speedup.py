@@ -19,7 +19,7 @@ from e2e_model import Model
 from e2e_results import E2eResults, add_common_options, device_of, measured_ceiling, model_fields, model_of, roofline
 from e2e_run import Run, Split, free_memory, interleaved, percentile, split_time
 
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.traffic import traffic_per_token
 
 BENCHMARK = "e2e_decode_speedup"

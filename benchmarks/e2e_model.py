@@ -25,9 +25,10 @@ from replayssm.builders.parameters import WeightRecipe
 from replayssm.builders.random_checkpoint import random_weight
 from replayssm.builders.weight_shapes import quantizable_modules
 from replayssm.plugins import fp8_experts as fp8
-from replayssm.plugins.contract import AttentionGeometry, Geometry, ReplaySettings
+from replayssm.plugins.contract import AttentionGeometry, Geometry
 from replayssm.plugins.manifest import EngineManifest, FileEntry, Limits, is_engine_directory
 from replayssm.plugins.network import Network
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import torch_dtype
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.fusion import FP8_TILES, TILES, fuse

@@ -16,7 +16,7 @@ from e2e_model import Model
 from e2e_results import E2eResults, device_of, model_fields
 from e2e_run import free_memory
 
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.runtime.bench_data import Sample, read_dataset
 from replayssm.runtime.generation import generate
 from replayssm.runtime.session import Session

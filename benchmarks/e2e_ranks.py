@@ -19,7 +19,7 @@ import torch
 from e2e_model import Model, random_tiles
 from e2e_results import device_of
 
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.parallel import ONE_SHOT_BYTES, collectives, rank_engine
 from replayssm.runtime.parallel_layout import shard

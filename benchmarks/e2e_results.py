@@ -13,7 +13,7 @@ from e2e_model import Model, load_model
 from harness import RESULTS, ceilings, environment
 
 from replayssm.builders.inspection import WEIGHT_FORMATS
-from replayssm.plugins.contract import READOUT_DTYPES, ROUNDINGS, STATE_DTYPES, ReplaySettings
+from replayssm.plugins.settings import READOUT_DTYPES, ROUNDINGS, STATE_DTYPES, ReplaySettings
 
 MATMUL_TFLOPS_SIZE = 8192
 CEILING_BYTES = 1 << 30

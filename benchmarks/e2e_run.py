@@ -22,7 +22,7 @@ import numpy
 import torch
 from e2e_model import Model
 
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.runtime.session import Row, Session
 
 PREFILL_TOKENS = 8192

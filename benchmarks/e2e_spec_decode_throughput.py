@@ -32,7 +32,7 @@ from e2e_ranks import rank_model, rank_networks, run_ranks
 from e2e_results import E2eResults, add_common_options, device_of, measured_ceiling, model_fields, model_of, roofline
 from e2e_run import Run, Split, free_memory, percentile, split_time
 
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import LayerState
 from replayssm.plugins.traffic import traffic_per_token
 from replayssm.runtime.parallel_processes import Place, join_group

@@ -30,7 +30,7 @@ from e2e_ranks import rank_model, run_ranks
 from e2e_results import E2eResults, add_common_options, measured_ceiling, model_fields, roofline
 from e2e_run import Run, free_memory, percentile, split_time
 
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.runtime.parallel_processes import Place, join_group
 
 BENCHMARK = "e2e_tensor_parallel"

@@ -35,7 +35,7 @@ from examples.replay import BUFFER_LEN  # noqa: E402
 from examples.replay_decode import ReplayDecoder  # noqa: E402
 from examples.state_formats import StateFormat  # noqa: E402
 from examples.tokenizer import END, prompt_ids  # noqa: E402
-from replayssm.plugins.contract import STATE_DTYPES, ReplaySettings  # noqa: E402
+from replayssm.plugins.settings import STATE_DTYPES, ReplaySettings  # noqa: E402
 from replayssm.runtime.session import Row, Session  # noqa: E402
 
 FORMATS = (

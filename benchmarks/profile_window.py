@@ -12,7 +12,7 @@ import argparse
 import torch
 from window_layers import GEOMETRIES, Layer
 
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.settings import ReplaySettings
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from replayssm.plugins.contract import is_integer
+from replayssm.plugins.integers import is_integer
 
 
 def calibration_text() -> str:

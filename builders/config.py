@@ -19,7 +19,7 @@ from replayssm.builders.config_qwen3_5 import read_qwen3_5
 from replayssm.builders.fields import Fields, is_name
 from replayssm.builders.formats import QuantizationFormats, read_formats
 from replayssm.builders.weight_shapes import weight_bytes, weight_shapes
-from replayssm.plugins.contract import is_integer
+from replayssm.plugins.integers import is_integer
 from replayssm.plugins.manifest import is_engine_directory
 
 __all__ = [

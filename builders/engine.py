@@ -21,7 +21,7 @@ from replayssm.builders.parameters import WeightRecipe
 from replayssm.builders.targets import tensorrt as tensorrt_target
 from replayssm.builders.targets import torch as torch_target
 from replayssm.builders.targets.tensorrt_layers import load_module
-from replayssm.plugins.contract import ACTIVATION_DTYPES, ELEMENT_BITS, RecurrentGeometry, ReplaySettings
+from replayssm.plugins.contract import ELEMENT_BITS, RecurrentGeometry
 from replayssm.plugins.manifest import (
     MANIFEST_NAME,
     EngineManifest,
@@ -31,6 +31,7 @@ from replayssm.plugins.manifest import (
     sha256_file,
 )
 from replayssm.plugins.network import Network
+from replayssm.plugins.settings import ACTIVATION_DTYPES, ReplaySettings
 from replayssm.plugins.state import allocate_state
 
 TARGETS = {

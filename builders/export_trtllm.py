@@ -22,7 +22,8 @@ from replayssm.builders.config import read_json
 from replayssm.builders.formats import MIXED_PRECISION, NVFP4, W4A16_NVFP4
 from replayssm.builders.inspection import Inspection, inspect_model
 from replayssm.builders.output_marker import MARKER_NAME, is_marked
-from replayssm.plugins.contract import Mamba2Geometry, RecurrentGeometry, ReplaySettings
+from replayssm.plugins.contract import Mamba2Geometry, RecurrentGeometry
+from replayssm.plugins.settings import ReplaySettings
 
 VERSIONS = ("1.2", "1.3", "1.4")
 STATE_DTYPES = ("float32", "bfloat16", "float16")

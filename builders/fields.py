@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from replayssm.plugins.contract import is_integer
+from replayssm.plugins.integers import is_integer
 
 _REQUIRED = object()
 

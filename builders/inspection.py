@@ -12,9 +12,10 @@ from replayssm.builders.architecture import AttentionConfig, ModelConfig
 from replayssm.builders.config import published, weight_bytes
 from replayssm.builders.formats import DENSE, FP8, NVFP4, W4A16_NVFP4
 from replayssm.builders.weight_shapes import quantizable_modules
-from replayssm.plugins.contract import GdnGeometry, Geometry, RecurrentGeometry, ReplaySettings
+from replayssm.plugins.contract import GdnGeometry, Geometry, RecurrentGeometry
 from replayssm.plugins.manifest import EngineManifest
 from replayssm.plugins.network import Network
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.traffic import SlotBytes, Traffic, slot_bytes, traffic_per_token
 
 WEIGHT_FORMATS = {"bf16": DENSE, "nvfp4": NVFP4, "nvfp4-w4a16": W4A16_NVFP4, "fp8": FP8}

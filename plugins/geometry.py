@@ -10,14 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from replayssm.plugins.contract import (
-    AttentionGeometry,
-    ConvGeometry,
-    GdnGeometry,
-    Mamba2Geometry,
-    ReplaySettings,
-    conv_ring_len,
-)
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, conv_ring_len
+from replayssm.plugins.settings import ReplaySettings
 
 FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2}
 """FORMAT_* of kernels/primitives.cuh."""

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from replayssm.plugins.contract import MAX_SIZE, ReplaySettings, is_integer
+from replayssm.plugins.integers import MAX_SIZE, is_integer
+from replayssm.plugins.settings import ReplaySettings
 
 FORMAT = "replayssm-engine"
 SCHEMA_VERSION = 1

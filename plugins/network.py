@@ -15,14 +15,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from replayssm.plugins.contract import (
-    ELEMENT_BITS,
-    MAX_SIZE,
-    Geometry,
-    ReplaySettings,
-    geometry_from_json,
-    geometry_to_json,
-)
+from replayssm.plugins.contract import ELEMENT_BITS, Geometry, geometry_from_json, geometry_to_json
+from replayssm.plugins.integers import MAX_SIZE
+from replayssm.plugins.settings import ReplaySettings
 
 Dim = int | str
 SYMBOLS = ("T", "B", "R")

@@ -6,9 +6,10 @@ from functools import cache
 from typing import NamedTuple
 
 from replayssm.plugins import geometry as geo
-from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry
 from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError, round_up
 from replayssm.plugins.readout_geometry import READOUTS
+from replayssm.plugins.settings import ReplaySettings
 
 MAX_COLUMNS = 128
 """State columns that a warp of 16 rows holds in registers."""

@@ -34,14 +34,8 @@ import safetensors
 import torch
 from safetensors.torch import load, save
 
-from replayssm.plugins.contract import (
-    AttentionGeometry,
-    ConvGeometry,
-    GdnGeometry,
-    Mamba2Geometry,
-    geometry_to_json,
-    is_integer,
-)
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, geometry_to_json
+from replayssm.plugins.integers import is_integer
 from replayssm.plugins.nvfp4 import pack_nibbles, pack_words, unpack_nibbles, unpack_words
 from replayssm.plugins.state import LayerState, set_checkpoint_position
 

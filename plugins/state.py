@@ -14,11 +14,11 @@ from replayssm.plugins.contract import (
     ErrorBit,
     GdnGeometry,
     Geometry,
-    ReplaySettings,
     geometry_from_json,
     geometry_to_json,
     state_parts,
 )
+from replayssm.plugins.settings import ReplaySettings
 
 
 @dataclass

@@ -34,16 +34,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from replayssm.plugins import geometry as geo
-from replayssm.plugins.contract import (
-    Geometry,
-    ReplaySettings,
-    geometry_from_json,
-    geometry_to_json,
-    state_parts,
-)
+from replayssm.plugins.contract import Geometry, geometry_from_json, geometry_to_json, state_parts
 from replayssm.plugins.geometry import KernelConfig, UnsupportedGeometryError
 from replayssm.plugins.nvrtc import compile_kernel, kernel_source
 from replayssm.plugins.prefill_geometry import prefill_config
+from replayssm.plugins.settings import ReplaySettings
 
 LOGGED_ERRORS = 64
 """Of how many errors a logger keeps the texts: a process that runs plans may run for months."""

@@ -17,11 +17,11 @@ from replayssm.plugins.contract import (
     GdnGeometry,
     Geometry,
     RecurrentGeometry,
-    ReplaySettings,
     checkpoint_parts,
     readout_parts,
     state_parts,
 )
+from replayssm.plugins.settings import ReplaySettings
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from replayssm.plugins import traffic
-from replayssm.plugins.contract import ReplaySettings, state_parts
+from replayssm.plugins.contract import state_parts
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.generation import generate
 from replayssm.runtime.session import Row, Session

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from replayssm.plugins.contract import RecurrentGeometry, ReplaySettings
+from replayssm.plugins.contract import RecurrentGeometry
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.format_comparison import REFERENCE, Problem, Progress, compare
 

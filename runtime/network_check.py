@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, is_integer
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry
+from replayssm.plugins.integers import is_integer
 from replayssm.plugins.network import CALL_INPUTS, DTYPES, Network, Node
 from replayssm.runtime.functional_ops import WEIGHT_OPERATORS, scale_count
 

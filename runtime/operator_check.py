@@ -12,8 +12,9 @@ from dataclasses import asdict
 
 import torch
 
-from replayssm.plugins.contract import PAD_SLOT_ID, ReplaySettings
+from replayssm.plugins.contract import PAD_SLOT_ID
 from replayssm.plugins.network import CALL_INPUTS, Network, Node
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import LayerState, allocate_state, raise_on_error, torch_dtype
 from replayssm.runtime.executor import Executor
 from replayssm.runtime.findings import SAFETY, Finding, operator_error, quantized_activations, relative_error

@@ -13,7 +13,7 @@ from itertools import chain
 
 import torch
 
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.slot_blob import load_slot, save_slot, stagger_tail
 from replayssm.plugins.state import LayerState, commit_all, copy_slot
 from replayssm.plugins.step_ends import LAST_CHOSEN

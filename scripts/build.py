@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from replayssm.plugins.contract import ACTIVATION_DTYPES, ReplaySettings
+from replayssm.plugins.settings import ACTIVATION_DTYPES, ReplaySettings
 from replayssm.scripts.format_options import format_options, name_layers
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import click
 
-from replayssm.plugins.contract import READOUT_DTYPES, ROUNDINGS, STATE_DTYPES, U_SOURCES
+from replayssm.plugins.settings import READOUT_DTYPES, ROUNDINGS, STATE_DTYPES, U_SOURCES
 
 
 def _parse_layers(text: str) -> tuple[tuple[int, str], ...]:

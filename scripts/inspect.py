@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.manifest import MANIFEST_NAME, is_engine_directory, read_manifest
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.scripts.format_options import format_options, name_layers
 from replayssm.scripts.number_types import Size
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from replayssm.builders.config import read_config
 from replayssm.builders.inspection import inspect_model
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.scripts.cli import main as replayssm
 
 EXAMPLES = Path("examples")

@@ -11,8 +11,8 @@ from replayssm.builders.functional import Graph
 from replayssm.builders.models import nemotron_h, qwen3_5
 from replayssm.builders.parameters import Parameters, WeightRecipe
 from replayssm.builders.weight_shapes import quantizable_modules
-from replayssm.plugins.contract import ACTIVATION_DTYPES
 from replayssm.plugins.network import Network
+from replayssm.plugins.settings import ACTIVATION_DTYPES
 
 FAMILIES = {NEMOTRON_H: nemotron_h, QWEN3_5: qwen3_5}
 

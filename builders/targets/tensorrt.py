@@ -38,9 +38,9 @@ from replayssm.builders.targets.tensorrt_layers import Layers, Profile, Tensor
 from replayssm.builders.targets.tensorrt_operators import Lowering
 from replayssm.builders.targets.tensorrt_segments import Segment, cut
 from replayssm.plugins import tensorrt_ops
-from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.manifest import Limits
 from replayssm.plugins.network import Network
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import torch_dtype
 from replayssm.plugins.tensorrt_ops import ALIASES, OUTPUT_SUFFIX, PLANS_FILE, PLANS_VERSION, PluginSpec, load_module
 

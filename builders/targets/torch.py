@@ -14,9 +14,9 @@ import torch
 
 from replayssm.builders.parameters import WeightRecipe
 from replayssm.builders.safetensors_file import SafetensorsWriter, plan_shards
-from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.manifest import Limits
 from replayssm.plugins.network import Network
+from replayssm.plugins.settings import ReplaySettings
 
 NETWORKS_FILE = "networks.json"
 WEIGHTS_FOLDER = "weights"

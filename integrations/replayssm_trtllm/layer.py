@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from replayssm.plugins.contract import RecurrentGeometry, ReplaySettings, state_parts
+from replayssm.plugins.contract import RecurrentGeometry, state_parts
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import LayerState, torch_dtype
 
 from .batch import Batch

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from replayssm.plugins import cuda_ops
-from replayssm.plugins.contract import ErrorBit, ReplaySettings
+from replayssm.plugins.contract import ErrorBit
 from replayssm.plugins.geometry import UnsupportedGeometryError, window_config
 from replayssm.plugins.launch import device_arch
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import torch_dtype
 
 from .batch import Batch, state_pool

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import raise_on_error
 
 from .batch import Batch

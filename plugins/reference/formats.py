@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from replayssm.plugins.contract import NVFP4_BLOCK, ReplaySettings
+from replayssm.plugins.contract import NVFP4_BLOCK
 from replayssm.plugins.nvfp4 import decode, pack_words, unpack_words
 from replayssm.plugins.reference.rounding import rounding_bits
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import LayerState, torch_dtype
 
 Parts = dict[str, torch.Tensor]

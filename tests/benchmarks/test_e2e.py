@@ -25,7 +25,7 @@ from e2e_model import load_model
 from e2e_results import E2eResults
 
 from replayssm.builders.config import published, weight_bytes
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.runtime.parallel_processes import Place
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from e2e_model import load_model
 from e2e_run import Run, profiled_split
 
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.settings import ReplaySettings
 
 BATCH, WINDOW, LAYERS = 256, 5, 8
 LONGEST_GAP_US = 20

@@ -15,7 +15,8 @@ import peers
 import replay_peers
 
 from replayssm.plugins import reference
-from replayssm.plugins.contract import Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import Mamba2Geometry
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import LayerState, allocate_state
 
 POSITION, BATCH = 100, 3

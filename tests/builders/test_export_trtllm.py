@@ -15,7 +15,8 @@ from replayssm.builders.config import published
 from replayssm.builders.export_trtllm import CONFIG_NAME, GUIDE_NAME, ExportOptions, StepTraffic, export_trtllm
 from replayssm.builders.inspection import inspect_model
 from replayssm.builders.quantize import QuantizeOptions, quantize_checkpoint
-from replayssm.plugins.contract import ReplaySettings, state_parts
+from replayssm.plugins.contract import state_parts
+from replayssm.plugins.settings import ReplaySettings
 
 
 @pytest.fixture(scope="module")

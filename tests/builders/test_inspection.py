@@ -6,7 +6,7 @@ import pytest
 
 from replayssm.builders.config import published
 from replayssm.builders.inspection import inspect_model, parse_size
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.settings import ReplaySettings
 
 GIB = 2**30
 # Per recurrent layer: fp32 state bytes, ring bytes of one token; layers; KV bytes per token of the model. The GDN ring

@@ -8,9 +8,10 @@ import torch
 from examples.replay import BUFFER_LEN, GdnCore, Mamba2Core, normalized
 from examples.state_formats import StateFormat, Store, float8_value, nvfp4_value
 from replayssm.plugins import reference
-from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry
 from replayssm.plugins.reference.formats import decode_float8, decode_nvfp4, encode_float8, encode_nvfp4
 from replayssm.plugins.reference.rounding import rounding_bits
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import allocate_state
 
 MAMBA2, GDN = Mamba2Geometry(4, 6, 64, 2), GdnGeometry(2, 4, 64, 8)

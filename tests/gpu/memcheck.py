@@ -10,7 +10,8 @@ from packed_products import check_everything
 from window_steps import Steps, assert_close, compare
 
 from replayssm.plugins import launch
-from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry
+from replayssm.plugins.settings import ReplaySettings
 
 # Short buffers, so that a few steps flush.
 DECODE = {"buffer_len": 2, "max_window": 1}

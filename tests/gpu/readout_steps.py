@@ -8,8 +8,8 @@ import torch
 from window_steps import Steps, to_device
 
 from replayssm.plugins import reference
-from replayssm.plugins.contract import READOUT_DTYPES, ROUNDINGS, STATE_DTYPES, ReplaySettings
 from replayssm.plugins.reference.formats import RandomKey, load_checkpoint, store_state
+from replayssm.plugins.settings import READOUT_DTYPES, ROUNDINGS, STATE_DTYPES, ReplaySettings
 from replayssm.plugins.state import LayerState
 
 POSITION, LAYER = 1000, 3

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from replayssm.plugins import reference
-from replayssm.plugins.contract import Geometry, ReplaySettings
+from replayssm.plugins.contract import Geometry
 from replayssm.plugins.reference import recurrence
 from replayssm.plugins.reference.formats import decode_checkpoint, decode_readout
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import LayerState, allocate_state, commit, torch_dtype
 
 OPERATORS = {

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from replayssm.plugins import torch_ops
-from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry
 from replayssm.plugins.reference.recurrence import gdn_recurrence, mamba2_recurrence
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import allocate_state
 
 SLOTS, LENGTH = 11, 5

@@ -9,15 +9,9 @@ import pytest
 import torch
 
 from replayssm.plugins import reference
-from replayssm.plugins.contract import (
-    AttentionGeometry,
-    ConvGeometry,
-    GdnGeometry,
-    Geometry,
-    Mamba2Geometry,
-    ReplaySettings,
-)
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Geometry, Mamba2Geometry
 from replayssm.plugins.reference import recurrence
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import LayerState, allocate_state, raise_on_error, set_checkpoint_position, torch_dtype
 
 GEOMETRIES: dict[str, Geometry] = {

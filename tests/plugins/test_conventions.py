@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from replayssm.plugins import reference
-from replayssm.plugins.contract import ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import ConvGeometry, GdnGeometry, Mamba2Geometry
 from replayssm.plugins.reference import recurrence
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import allocate_state, raise_on_error
 
 nemotron_h = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")

@@ -8,7 +8,6 @@ from fractions import Fraction
 import pytest
 import torch
 
-from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.nvfp4 import E2M1_VALUES, pack_words, unpack_words
 from replayssm.plugins.philox import philox4x32
 from replayssm.plugins.reference.formats import (
@@ -19,6 +18,7 @@ from replayssm.plugins.reference.formats import (
     round_stochastic,
 )
 from replayssm.plugins.reference.rounding import rounding_bits
+from replayssm.plugins.settings import ReplaySettings
 
 SEED = torch.Generator().manual_seed(20261130)
 

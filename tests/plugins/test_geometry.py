@@ -4,7 +4,8 @@ import pytest
 
 from replayssm.builders.inspection import recurrent_geometry
 from replayssm.plugins import geometry as geo
-from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry
+from replayssm.plugins.settings import ReplaySettings
 
 TARGETS = {name: recurrent_geometry(name) for name in ("nano4b", "super120b", "qwen4b", "qwen122b")}
 

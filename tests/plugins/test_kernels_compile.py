@@ -8,8 +8,9 @@ import pytest
 
 from replayssm.plugins import geometry as geo
 from replayssm.plugins import nvrtc
-from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, ReplaySettings
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry
 from replayssm.plugins.prefill_geometry import VARIANTS, prefill_config
+from replayssm.plugins.settings import ReplaySettings
 
 sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
 from emulate import kernel_parameters

@@ -13,14 +13,8 @@ import torch
 
 from replayssm.plugins import geometry as geo
 from replayssm.plugins import reference
-from replayssm.plugins.contract import (
-    AttentionGeometry,
-    ConvGeometry,
-    ErrorBit,
-    GdnGeometry,
-    Mamba2Geometry,
-    ReplaySettings,
-)
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, ErrorBit, GdnGeometry, Mamba2Geometry
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import allocate_state
 
 sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]

@@ -13,14 +13,8 @@ import pytest
 import torch
 
 from replayssm.plugins import cuda_ops, geometry, launch, torch_ops
-from replayssm.plugins.contract import (
-    AttentionGeometry,
-    ConvGeometry,
-    ErrorBit,
-    GdnGeometry,
-    Mamba2Geometry,
-    ReplaySettings,
-)
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, ErrorBit, GdnGeometry, Mamba2Geometry
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import allocate_state
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))

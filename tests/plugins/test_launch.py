@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from replayssm.plugins import arguments, cuda_ops, launch
-from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry
 from replayssm.plugins.geometry import KernelConfig
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import LayerState, allocate_state
 
 sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -22,6 +21,7 @@ from replayssm.plugins.manifest import (
     verify_files,
 )
 from replayssm.plugins.manifest import _body_sha256 as body_sha256
+from replayssm.plugins.settings import ReplaySettings
 
 LIMITS = Limits(max_batch_size=4, max_seq_len=128, max_draft_len=3)
 

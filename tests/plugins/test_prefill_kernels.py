@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from replayssm.plugins import launch
-from replayssm.plugins.contract import ErrorBit, GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import ErrorBit, GdnGeometry, Mamba2Geometry
 from replayssm.plugins.geometry import UnsupportedGeometryError
 from replayssm.plugins.prefill_geometry import Variant, prefill_config, prefill_config_or_none
 from replayssm.plugins.reference import recurrence
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import allocate_state
 
 sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]

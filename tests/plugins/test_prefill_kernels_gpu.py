@@ -9,10 +9,11 @@ import torch
 
 from replayssm.plugins import launch
 from replayssm.plugins.arguments import gdn_arguments, mamba2_arguments
-from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry
 from replayssm.plugins.geometry import row_candidates
 from replayssm.plugins.prefill_geometry import prefill_config
 from replayssm.plugins.reference import recurrence
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import allocate_state
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))

@@ -8,7 +8,7 @@ import pytest
 
 from replayssm.plugins import geometry as geo
 from replayssm.plugins import nvrtc
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.settings import ReplaySettings
 
 sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
 from emulate import kernel_parameters

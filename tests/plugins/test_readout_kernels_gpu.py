@@ -8,8 +8,9 @@ import torch
 
 from replayssm.plugins import geometry as geo
 from replayssm.plugins import launch
-from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry
 from replayssm.plugins.readout_geometry import readout_config
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import LayerState
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from replayssm.plugins.contract import ErrorBit, ReplaySettings
+from replayssm.plugins.contract import ErrorBit
 from replayssm.plugins.reference.rows import interpret_rows
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import LayerState
 
 OPERATORS = ["mamba2", "mamba2_odd", "mamba2_ungrouped", "gdn", "gdn_odd", "conv", "attention"]

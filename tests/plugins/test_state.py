@@ -16,9 +16,9 @@ from replayssm.plugins.contract import (
     ErrorBit,
     GdnGeometry,
     Mamba2Geometry,
-    ReplaySettings,
     state_parts,
 )
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import (
     LayerState,
     allocate_state,

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load
 
 from replayssm.plugins import reference
-from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.nvfp4 import decode_packed
 from replayssm.plugins.reference.formats import (
     RandomKey,
@@ -19,6 +18,7 @@ from replayssm.plugins.reference.formats import (
     store_state,
 )
 from replayssm.plugins.reference.rounding import rounding_bits
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.slot_blob import load_slot, save_slot
 from replayssm.plugins.state import LayerState, raise_on_error, set_checkpoint_position
 

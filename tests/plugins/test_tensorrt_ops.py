@@ -18,15 +18,9 @@ import pytest
 import torch
 
 from replayssm.plugins import arguments, launch, tensorrt_ops
-from replayssm.plugins.contract import (
-    AttentionGeometry,
-    ConvGeometry,
-    GdnGeometry,
-    Mamba2Geometry,
-    ReplaySettings,
-    state_parts,
-)
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, state_parts
 from replayssm.plugins.geometry import EMBEDDED_SHARED_BYTES, UnsupportedGeometryError
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import allocate_state, torch_dtype
 from replayssm.plugins.tensorrt_ops import PluginSpec
 

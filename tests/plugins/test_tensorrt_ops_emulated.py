@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from replayssm.plugins import tensorrt_ops
-from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry
 from replayssm.plugins.geometry import EMBEDDED_SHARED_BYTES
+from replayssm.plugins.settings import ReplaySettings
 
 sys.path += [str(Path(__file__).parent / "emulation"), str(Path(__file__).parents[1] / "gpu")]
 import embedded_plugins

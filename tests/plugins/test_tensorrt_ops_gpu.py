@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry, ReplaySettings
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry
+from replayssm.plugins.settings import ReplaySettings
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 from embedded_plugins import EmbeddedPlugins

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from replayssm.plugins.contract import (
-    AttentionGeometry,
-    ConvGeometry,
-    GdnGeometry,
-    Mamba2Geometry,
-    ReplaySettings,
-)
+from replayssm.plugins.contract import AttentionGeometry, ConvGeometry, GdnGeometry, Mamba2Geometry
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.traffic import slot_bytes, traffic_per_token
 
 NANO = Mamba2Geometry(nheads=96, headdim=80, dstate=128, ngroups=8)

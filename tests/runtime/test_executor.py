@@ -16,8 +16,8 @@ from replayssm.builders.functional import Graph
 from replayssm.builders.models import build_networks
 from replayssm.builders.parameters import Parameters
 from replayssm.plugins import nvfp4
-from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.network import CALL_INPUTS, Network
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import allocate_state
 from replayssm.runtime.executor import Executor
 from replayssm.runtime.functional_ops import OPERATORS

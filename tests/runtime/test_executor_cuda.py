@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from replayssm.builders.config import published
 from replayssm.builders.models import build_networks
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import allocate_state, torch_dtype
 from replayssm.runtime.executor import Executor
 

@@ -15,8 +15,8 @@ from replayssm.builders.functional import Graph
 from replayssm.builders.models import build_networks
 from replayssm.builders.parameters import Parameters
 from replayssm.builders.weight_shapes import quantizable_modules
-from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.network import CALL_INPUTS
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import allocate_state
 from replayssm.runtime import divided_product, fused_operators, fusion
 from replayssm.runtime import functional_ops as ops

@@ -15,8 +15,9 @@ from replayssm.builders.config import PUBLISHED, published, read_config
 from replayssm.builders.models import build_networks
 from replayssm.builders.random_checkpoint import TINY_CONFIGS
 from replayssm.plugins import cuda_ops, launch, torch_ops
-from replayssm.plugins.contract import ELEMENT_BITS, ReplaySettings
+from replayssm.plugins.contract import ELEMENT_BITS
 from replayssm.plugins.network import CALL_INPUTS
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import allocate_state
 from replayssm.runtime.executor import Executor
 from replayssm.runtime.operator_check import random_weights

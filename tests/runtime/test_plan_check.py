@@ -11,8 +11,8 @@ from replayssm.builders.checkpoint import Checkpoint
 from replayssm.builders.models import build_networks
 from replayssm.builders.targets import tensorrt
 from replayssm.builders.weight_shapes import quantizable_modules
-from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.manifest import Limits
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.runtime import plan_check
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.findings import relative_error

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from replayssm.builders.checkpoint import Checkpoint
 from replayssm.builders.models import Networks, build_networks
-from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.network import Network
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import LayerState, allocate_state, commit, raise_on_error
 from replayssm.runtime.executor import Executor
 

@@ -11,8 +11,9 @@ import pytest
 from replayssm.builders.config import published, weight_bytes, weight_shapes
 from replayssm.builders.models import build_networks
 from replayssm.builders.weight_shapes import dense_dtype, quantizable_modules, storage
-from replayssm.plugins.contract import ReplaySettings, state_parts
+from replayssm.plugins.contract import state_parts
 from replayssm.plugins.network import Network
+from replayssm.plugins.settings import ReplaySettings
 
 NEMOTRON = ("nano4b", "super120b", "super120b-nvfp4")
 QWEN = ("qwen4b", "qwen122b", "qwen122b-nvfp4")

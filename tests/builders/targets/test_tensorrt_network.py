@@ -19,10 +19,10 @@ from replayssm.builders.targets import tensorrt
 from replayssm.builders.targets.tensorrt_layers import Layers, load_module
 from replayssm.builders.weight_shapes import quantizable_modules
 from replayssm.plugins import tensorrt_ops
-from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.geometry import UnsupportedGeometryError
 from replayssm.plugins.manifest import Limits
 from replayssm.plugins.nvfp4 import dequantize
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import allocate_state, raise_on_error
 from replayssm.plugins.tensorrt_ops import PluginSpec, output_tensor
 from replayssm.runtime.engine import Engine

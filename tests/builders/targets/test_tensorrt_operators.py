@@ -20,7 +20,7 @@ from replayssm.builders.targets.tensorrt_operators import Lowering
 from replayssm.builders.targets.tensorrt_segments import cut
 from replayssm.builders.weight_shapes import quantizable_modules
 from replayssm.plugins import nvfp4
-from replayssm.plugins.contract import ReplaySettings
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import allocate_state, torch_dtype
 from replayssm.runtime.executor import STATEFUL_OPERATORS, Executor
 from replayssm.runtime.functional_ops import OPERATORS

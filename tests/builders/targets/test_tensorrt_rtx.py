@@ -18,9 +18,9 @@ from replayssm.builders.targets.tensorrt_layers import Layers, Profile, load_mod
 from replayssm.builders.targets.tensorrt_operators import Lowering
 from replayssm.builders.targets.tensorrt_segments import cut
 from replayssm.builders.weight_shapes import quantizable_modules
-from replayssm.plugins.contract import ReplaySettings
 from replayssm.plugins.manifest import EngineDirectoryError, Limits, verify_files
 from replayssm.plugins.network import Network
+from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import torch_dtype
 from replayssm.runtime import plans
 from replayssm.runtime.engine import Engine
