@@ -21,8 +21,8 @@ import torch
 from e2e_results import measured_flops
 from harness import COLD_BYTES, Results, Timing, ceilings, time_graph
 
-from replayssm.plugins import fp8_experts, nvfp4, weight_only
-from replayssm.plugins.weight_only import Weight
+from replayssm.plugins import fp8_experts, nvfp4, packed_weights, weight_only
+from replayssm.plugins.packed_weights import Weight
 
 DEVICE = torch.device("cuda", 0)
 MIXTURES = {
@@ -48,12 +48,12 @@ def random_weight(format: str, *shape: int, unit: torch.Tensor | None = None) ->
     if format == "fp8":
         codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
         codes = torch.where(codes & 127 == 127, 0, codes).view(torch.float8_e4m3fn)
-        return Weight(format, weight_only.pack(format, codes), scale / 32, *shape[-2:])
+        return Weight(format, packed_weights.pack(format, codes), scale / 32, *shape[-2:])
     codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=DEVICE)
     blocks = (torch.rand(*shape[:-1], shape[-1] // 16, device=DEVICE) / 2 + 0.75).to(torch.float8_e4m3fn)
     if format == fp8_experts.FORMAT:
         return Weight(format, fp8_experts.pack(codes, blocks), scale, *shape[-2:], unit)
-    return Weight(format, weight_only.pack(format, codes, blocks), scale, *shape[-2:])
+    return Weight(format, packed_weights.pack(format, codes, blocks), scale, *shape[-2:])
 
 
 def units(count: int, largest: float) -> torch.Tensor:
@@ -69,7 +69,7 @@ def values(weight: Weight, expert: int | None = None) -> torch.Tensor:
         weight = replace(weight, tiles=weight.tiles.unsqueeze(0))
         codes, *blocks = (tensor[0] for tensor in fp8_experts.unpack(weight))
     else:
-        codes, *blocks = weight_only.unpack(weight)
+        codes, *blocks = packed_weights.unpack(weight)
     if weight.format == "fp8":
         return codes.double() * weight.scale.double()
     return nvfp4.dequantize(codes, *blocks, torch.ones((), device=DEVICE)).double() * weight.scale.double()

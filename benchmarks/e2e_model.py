@@ -225,7 +225,7 @@ def load_model(
 
 
 def random_tiles(network: Network, device: torch.device, in_fp8: bool = False) -> dict[str, torch.Tensor]:
-    """Random NVFP4 experts of `network` as `weight_only.pack`, or `fp8_experts.pack`, would leave them: packing 120B
+    """Random NVFP4 experts of `network` as `packed_weights.pack`, or `fp8_experts.pack`, would leave them: packing 120B
     weights takes seconds."""
     found = {}
     nodes = fuse(network, network.nodes, fp8_experts=in_fp8)

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 
 import torch
 
-from replayssm.plugins import nvfp4, weight_only
+from replayssm.plugins import nvfp4, packed_weights, weight_only
 from replayssm.plugins.elementwise import CHUNK, Launch
-from replayssm.plugins.weight_only import Weight
+from replayssm.plugins.packed_weights import Weight
 
 Tensor = torch.Tensor
 
@@ -56,19 +56,19 @@ def pack(weight: Tensor, block_scale: Tensor) -> Tensor:
     Needs the memory of a few experts beside the result.
     """
     experts, rows, width = weight.shape
-    shape = (experts, -(-rows // weight_only.TILE_ROWS), width // 64, weight_only.TILE_BYTES["nvfp4"])
+    shape = (experts, -(-rows // packed_weights.TILE_ROWS), width // 64, packed_weights.TILE_BYTES["nvfp4"])
     out = torch.empty(shape, dtype=torch.uint8, device=weight.device)
-    step = max(1, weight_only.PACKED_BYTES // weight[0].numel())
+    step = max(1, packed_weights.PACKED_BYTES // weight[0].numel())
     for start in range(0, experts, step):
         part = slice(start, start + step)
         codes, scales = _representable(weight[part].contiguous(), block_scale[part].contiguous().view(torch.uint8))
         order = zip(SIGN_BITS, MAGNITUDE_BITS, strict=True)
-        words = weight_only.permuted_bits(codes, weight_only.checkpoint_bits(), order)
+        words = packed_weights.permuted_bits(codes, packed_weights.checkpoint_bits(), order)
         # row = 32 R + 8 part + g, byte = 64 K + 16 t + b; stored by (R, K, part, lane 4 g + t, b)
-        split = weight_only.padded(words, weight_only.TILE_ROWS, 64)
+        split = packed_weights.padded(words, packed_weights.TILE_ROWS, 64)
         split = split.view(len(codes), -1, 4, 8, width // 64, 64).permute(0, 1, 4, 2, 3, 5)
         out[part, ..., :2048] = split.reshape(*out[part].shape[:3], 2048)
-        out[part, ..., 2048:] = weight_only.tile_scales(scale_bytes(scales))
+        out[part, ..., 2048:] = packed_weights.tile_scales(scale_bytes(scales))
     return out
 
 
@@ -104,8 +104,10 @@ def unpack(weight: Weight) -> list[Tensor]:
     experts, row_tiles, column_tiles, _ = weight.tiles.shape
     codes = weight.tiles[..., :2048].reshape(experts, row_tiles, column_tiles, 4, 8, 64).permute(0, 1, 3, 4, 2, 5)
     codes = codes.reshape(experts, row_tiles * 32, -1)[:, : weight.out_features].contiguous()
-    codes = weight_only.permuted_bits(codes, zip(SIGN_BITS, MAGNITUDE_BITS, strict=True), weight_only.checkpoint_bits())
-    scales = weight_only.untiled_scales(weight.tiles)[:, : weight.out_features]
+    codes = packed_weights.permuted_bits(
+        codes, zip(SIGN_BITS, MAGNITUDE_BITS, strict=True), packed_weights.checkpoint_bits()
+    )
+    scales = packed_weights.untiled_scales(weight.tiles)[:, : weight.out_features]
     return [codes, ((scales & 127) + EIGHTH).contiguous().view(torch.float8_e4m3fn)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from replayssm.plugins import elementwise, fp8_experts, nvfp4, routing, weight_only
+from replayssm.plugins import elementwise, fp8_experts, nvfp4, packed_weights, routing, weight_only
 from replayssm.runtime import functional_ops as ops
 from replayssm.runtime.divided_product import divided_product, multiprocessors, product_parts
 
@@ -62,21 +62,21 @@ def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, input_scale: Tensor, *,
     return ops.linear(x, weight, scale, input_scale, **attributes)
 
 
-def _held(tensors: Sequence[Tensor], projections: Sequence[dict[str, Any]]) -> list[weight_only.Weight]:
+def _held(tensors: Sequence[Tensor], projections: Sequence[dict[str, Any]]) -> list[packed_weights.Weight]:
     """Projections in tiles as the kernels read them; `tensors` holds tiles, scale and input scale or unit of each."""
     found, at = [], 0
     for projection in projections:
         scaled = projection["format"] != "dense"
         scale = tensors[at + 1] if scaled else None
         unit = tensors[at + 2] if projection["format"] == fp8_experts.FORMAT else None
-        found.append(weight_only.Weight(projection["format"], tensors[at], scale, *projection["tiles"], unit))
+        found.append(packed_weights.Weight(projection["format"], tensors[at], scale, *projection["tiles"], unit))
         at += 1 + scaled + (projection["activations"] is not None)
     return found
 
 
-def _checkpoint_tensors(held: weight_only.Weight, input_scale: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+def _checkpoint_tensors(held: packed_weights.Weight, input_scale: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
     """What `functional_ops` reads: codes, block scales, scale, input scale, as far as there are; dtype: of 16 bits."""
-    found = (fp8_experts if held.format == fp8_experts.FORMAT else weight_only).unpack(held)
+    found = (fp8_experts if held.format == fp8_experts.FORMAT else packed_weights).unpack(held)
     if held.format == "dense":
         found = [tensor.view(dtype) for tensor in found]
     return found + [scale for scale in (held.scale, input_scale) if scale is not None]

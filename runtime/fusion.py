@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from replayssm.plugins import fp8_experts as fp8
-from replayssm.plugins import weight_only
+from replayssm.plugins import packed_weights, weight_only
 from replayssm.plugins.network import Network, Node
 from replayssm.runtime import functional_ops as ops
 
@@ -34,7 +34,7 @@ NARROW = "@fp8"
 """Behind the name of a value, in that of the same in e4m3, as an FP8 product reads it."""
 
 TILES = "@tiles"
-"""Behind the name of a weight, in that of the same as `weight_only.pack` arranges it, NVFP4 block scales included."""
+"""Behind the name of a weight, in that of the same as `packed_weights.pack` has it, NVFP4 block scales included."""
 
 FP8_TILES = "@fp8_tiles"
 """The same for `fp8_experts.pack`."""
@@ -82,7 +82,7 @@ def derived(name: str, load: Callable[[str], Tensor]) -> Tensor | None:
         source = name.removesuffix(TILES)
         weight = load(source)
         format = {torch.uint8: "nvfp4", torch.float8_e4m3fn: "fp8"}.get(weight.dtype, "dense")
-        return weight_only.pack(format, weight, load(source + BLOCK_SCALE) if format == "nvfp4" else None)
+        return packed_weights.pack(format, weight, load(source + BLOCK_SCALE) if format == "nvfp4" else None)
     if name.endswith(FP8_TILES):
         source = name.removesuffix(FP8_TILES)
         return fp8.pack(load(source), load(source + BLOCK_SCALE))

@@ -3,8 +3,8 @@
 // that are multiplied in FP8, FP8_OPERANDS.
 //
 // A tile is what a warp multiplies at a time: 32 rows of TILE_K columns, 2048 bytes, and 256 bytes of NVFP4 scales
-// behind them. Bytes lie in the order in which the lanes load them (plugins/weight_only.py): 16 of each row for each of
-// the four lanes that share it, which are the lane's operands of all steps of a product, 16 columns each, one step
+// behind them. Bytes lie in the order in which the lanes load them (plugins/packed_weights.py): 16 of each row for each
+// of the four lanes that share it, which are the lane's operands of all steps of a product, 16 columns each, one step
 // after the other. With FP8_OPERANDS a lane has 32 columns in a row instead (plugins/fp8_experts.py).
 #pragma once
 #include "elementwise.cuh"
@@ -49,7 +49,7 @@ DEVICE u32 nvfp4_factors(u32 scales) {
 // The factor of block 0 or 1, in both halves.
 DEVICE u32 nvfp4_factor(u32 factors, int block) { return both_halves(factors, block); }
 
-// Eight e2m1 codes of a word in the order of plugins.weight_only.pack_words are four pairs; these are the two of
+// Eight e2m1 codes of a word in the order of plugins.packed_weights.pack_words are four pairs; these are the two of
 // `step`, times `factor`. Exact: code and scale have six significant bits together.
 DEVICE void decode_nvfp4(u32 word, u32 factor, int step, u32& first, u32& second) {
     constexpr u32 SIGNS = 0x80008000u, MAGNITUDES = IS_BF16 ? 0x01c001c0u : 0x0e000e00u;

@@ -7,8 +7,8 @@ that add up like the result's own terms.
 
 import torch
 
-from replayssm.plugins import fp8_experts, nvfp4, weight_only
-from replayssm.plugins.weight_only import Weight
+from replayssm.plugins import fp8_experts, nvfp4, packed_weights, weight_only
+from replayssm.plugins.packed_weights import Weight
 from replayssm.runtime import functional_ops as F
 
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -20,17 +20,17 @@ def weight(format: str, shape: tuple[int, ...], dtype: torch.dtype, device: str)
     sizes = shape[-2:]
     if format == "dense":
         values = (torch.randn(shape, device=device) / shape[-1] ** 0.5).to(dtype)
-        return Weight(format, weight_only.pack(format, values), None, *sizes), values.double()
+        return Weight(format, packed_weights.pack(format, values), None, *sizes), values.double()
     scale_2 = (0.5 + torch.rand(shape[:-2], device=device)) / shape[-1] ** 0.5
     if format == "fp8":
         codes = torch.randn(shape, device=device).to(torch.float8_e4m3fn)
-        held = Weight(format, weight_only.pack(format, codes), scale_2, *sizes)
+        held = Weight(format, packed_weights.pack(format, codes), scale_2, *sizes)
         return held, codes.double() * scale_2.double().view(*shape[:-2], 1, 1)
     codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=device)
     scale = torch.rand(*shape[:-1], shape[-1] // 16, device=device).to(torch.float8_e4m3fn)
     scale.view(torch.uint8)[..., 0, :2] = torch.tensor([1, 126], dtype=torch.uint8)  # 2^-9 and 448
     scale_2 = scale_2 / 8
-    held = Weight(format, weight_only.pack(format, codes, scale), scale_2, *sizes)
+    held = Weight(format, packed_weights.pack(format, codes, scale), scale_2, *sizes)
     blocks = nvfp4.decode_packed(codes).double().unflatten(-1, (-1, 16)) * scale.double().unsqueeze(-1)
     return held, blocks.flatten(-2) * scale_2.double().view(*shape[:-2], 1, 1)
 
@@ -106,7 +106,7 @@ def check_fp8_experts(activation: str, device: str) -> None:
         codes = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, device=device)
         scale = (1 + torch.rand(experts, rows, columns // 16, device=device)).to(torch.float8_e4m3fn)
         scale_2 = torch.full((experts,), 0.3 / columns**0.5, device=device)
-        held.append(Weight("nvfp4", weight_only.pack("nvfp4", codes, scale), scale_2, rows, columns))
+        held.append(Weight("nvfp4", packed_weights.pack("nvfp4", codes, scale), scale_2, rows, columns))
         count, largest = (experts, 40) if len(narrow) + 1 == len(shapes) else (1, 6)
         unit = torch.full((count,), largest / nvfp4.E4M3_MAX, device=device)
         narrow.append(Weight(fp8_experts.FORMAT, fp8_experts.pack(codes, scale), scale_2, rows, columns, unit))

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from replayssm.plugins import fp8_experts, nvfp4, weight_only
-from replayssm.plugins.weight_only import Weight
+from replayssm.plugins import fp8_experts, nvfp4, packed_weights, weight_only
+from replayssm.plugins.packed_weights import Weight
 
 sys.path.append(str(Path(__file__).parent / "emulation"))
 from launches import emulated_launches, emulation  # noqa: F401
@@ -65,7 +65,7 @@ def weight(shape: tuple[int, int, int], device: str) -> tuple[Weight, torch.Tens
 
 
 def test_tiles_unpack_to_the_weight(monkeypatch) -> None:
-    monkeypatch.setattr(weight_only, "PACKED_BYTES", 2 * 40 * 128)
+    monkeypatch.setattr(packed_weights, "PACKED_BYTES", 2 * 40 * 128)
     codes = torch.randint(0, 256, (5, 40, 128), dtype=torch.uint8)
     scales = torch.randint(fp8_experts.LEAST_CODE, 127, (5, 40, 16), dtype=torch.uint8).view(torch.float8_e4m3fn)
     back = fp8_experts.unpack(Weight(fp8_experts.FORMAT, fp8_experts.pack(codes, scales), None, 40, 256))

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from replayssm.plugins import nvfp4, nvrtc, weight_only
-from replayssm.plugins.weight_only import Form, Weight
+from replayssm.plugins import nvrtc, packed_weights, weight_only
+from replayssm.plugins.packed_weights import Weight
+from replayssm.plugins.weight_only import Form
 
 sys.path.append(str(Path(__file__).parent / "emulation"))
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
@@ -30,29 +31,6 @@ def _poisoned_memory(monkeypatch):
         return out.fill_(torch.nan if out.is_floating_point() else -1)
 
     monkeypatch.setattr(weight_only.torch, "empty", poisoned)
-
-
-def test_words_hold_the_codes_in_the_order_that_the_kernels_say() -> None:
-    codes = torch.arange(8, dtype=torch.uint8).repeat(2) + torch.tensor([0] * 8 + [8] * 8, dtype=torch.uint8)
-    words = weight_only.pack_words(nvfp4.pack_nibbles(codes)).view(torch.int32).tolist()
-    for word, eight in zip(words, codes.view(2, 8).tolist(), strict=True):
-        for code, sign, magnitude in zip(eight, weight_only.SIGN_BITS, weight_only.MAGNITUDE_BITS, strict=True):
-            assert (word >> sign & 1, word >> magnitude & 7) == (code >> 3, code & 7)
-
-
-@pytest.mark.parametrize(("format", "columns"), [("nvfp4", 64), ("nvfp4", 384), ("fp8", 192), ("dense", 64)])
-@pytest.mark.parametrize("experts", [(), (5,)])
-def test_tiles_unpack_to_the_weight(format: str, columns: int, experts: tuple[int, ...], monkeypatch) -> None:
-    monkeypatch.setattr(weight_only, "WORDS_AT_A_TIME", 501)
-    monkeypatch.setattr(weight_only, "PACKED_BYTES", 2 * 40 * columns)
-    size = columns * weight_only.WEIGHT_BITS[format] // 8
-    codes = torch.randint(0, 256, (*experts, 40, size), dtype=torch.uint8)
-    scale = torch.randint(0, 256, (*experts, 40, columns // 16), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    tiles = weight_only.pack(format, codes, scale if format == "nvfp4" else None)
-    back = weight_only.unpack(Weight(format, tiles, None, 40, columns))
-    assert torch.equal(back[0].view(torch.uint8), codes)
-    if format == "nvfp4":
-        assert torch.equal(back[1].view(torch.uint8), scale.view(torch.uint8))
 
 
 @devices
@@ -100,7 +78,7 @@ def test_splits_cover_all_columns_and_each_has_work() -> None:
     for blocks in (1, 7, 32, 131, 132, 133, 5000):
         for columns in (64, 512, 1088, 4096, 12544):
             splits = splits_of(blocks, columns)
-            steps = -(-columns // weight_only.TILE_COLUMNS["nvfp4"])
+            steps = -(-columns // packed_weights.TILE_COLUMNS["nvfp4"])
             share = -(-steps // splits)
             assert share * (splits - 1) < steps <= share * splits, "as the kernel divides them"
     assert splits_of(8, 4096) == 8
