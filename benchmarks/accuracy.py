@@ -102,7 +102,6 @@ def describe(session: Any, device: str) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu",
         "commit": commit or "unknown",
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "correct": True,
     }
 
 

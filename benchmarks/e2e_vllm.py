@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> Path:
                 tokens_per_s=round(batch / median, 1),
                 speedup=1.0,
                 context=[options.prompt_len, options.prompt_len + options.num_steps + 8],
-                correct=True,
+                correct=True,  # the number of tokens (step_seconds): of random weights there is no right text
             )
     return results.close()
 

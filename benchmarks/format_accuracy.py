@@ -148,7 +148,6 @@ def describe(layout: str, form: StateFormat, args: argparse.Namespace) -> dict[s
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "commit": args.commit,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "correct": True,
     }
 
 

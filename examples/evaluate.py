@@ -116,7 +116,6 @@ def main() -> None:
                 **result,
                 "value": result["accuracy"],
                 "unit": "fraction exact",
-                "correct": True,
                 "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",
                 "commit": args.commit,
                 "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),

@@ -23,6 +23,7 @@ def test_one_object_on_standard_output(engine, capsys):
     result = json.loads(capsys.readouterr().out)
     assert (result["state_dtype"], result["L"], result["draft"]) == ("float32", 16, "mtp")
     (easy,) = result["tiers"]
+    assert "correct" not in easy, "answers are judged, in value; no kernel was compared with anything"
     assert (easy["correct_answers"], easy["count"], easy["unfinished"]) == (2, 2, 0)
     assert easy["acceptance_length"] > 2
     assert easy["interval_95"][0] < easy["value"] <= 1

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,13 +21,16 @@ from replayssm.builders.targets.tensorrt_layers import Layers, Profile, load_mod
 from replayssm.builders.targets.tensorrt_operators import Lowering
 from replayssm.builders.targets.tensorrt_segments import cut
 from replayssm.builders.weight_shapes import quantizable_modules
-from replayssm.plugins.manifest import EngineDirectoryError, Limits, verify_files
+from replayssm.plugins.manifest import EngineDirectoryError, FileEntry, Limits, sha256_file, verify_files
 from replayssm.plugins.network import Network
 from replayssm.plugins.settings import ReplaySettings
 from replayssm.plugins.state import torch_dtype
 from replayssm.runtime import plans
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.session import Session
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+import bench_plan_build
 
 SETTINGS = ReplaySettings(max_seq_len=64, max_window=4)
 
@@ -167,6 +173,27 @@ def test_engine_directory(engine, tiny_checkpoint, tmp_path):
     assert files == {entry.name for entry in manifest.files if entry.name.endswith(".plan")}
     assert [now for now, _ in done] == sorted(now for now, _ in done)
     assert done[-1][0] <= done[-1][1]
+
+
+def test_the_build_benchmark_says_correct_of_a_whole_engine_alone(engine, tmp_path):
+    """Not of one whose plans lack a segment or the weights, as where the benchmark leaves the compiler out."""
+    directory, manifest, _ = engine
+    assert bench_plan_build.holds_the_model(directory)
+    described = json.loads((directory / "plans.json").read_text())
+    first = next(step for step in described["networks"]["main"] if step["kind"] == "plan")
+    for change in ("outputs", "weights"):
+        broken = tmp_path / change
+        shutil.copytree(directory, broken)
+        if change == "outputs":
+            first["outputs"] = [*first["outputs"][::-1], "other"]
+            (broken / "plans.json").write_text(json.dumps(described))
+        else:
+            for plan in (broken / "plans").glob("*.plan"):
+                plan.write_bytes(b"-")
+        paths = [(entry.name, broken / entry.name) for entry in manifest.files]
+        files = tuple(FileEntry(name, path.stat().st_size, sha256_file(path)) for name, path in paths)
+        (broken / "config.json").write_text(json.dumps(replace(manifest, files=files).to_json()))
+        assert not bench_plan_build.holds_the_model(broken)
 
 
 def test_both_targets_receive_the_same_operators(engine, tiny_checkpoint, tmp_path):
