@@ -4,6 +4,15 @@ An operator's state becomes three arguments: its tensors in `state_parts` order,
 settings as a string. The public functions below have the signatures of `plugins.reference` and do that flattening.
 Implementations are chosen by the device of the tensors: the references serve "cpu"; another device joins by
 `register_implementation`, and operators with tensors on a device without one raise NotImplementedError.
+
+On a GPU a caller who knows the lengths of its rows should say whether any is a prefill row:
+
+    with launch.prefill_rows(max(lengths) > settings.max_window):
+        y = torch_ops.mamba2_window(...)
+
+Lengths lie on the device, and an operator does not wait for it. Left alone it takes prefill rows for certain only where
+there are more tokens than windows of all rows could have; a short prompt beside idle rows stays below that and is
+walked token by token: the same result within rounding, up to hundreds of times slower.
 """
 
 from __future__ import annotations
