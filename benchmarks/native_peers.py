@@ -1,0 +1,265 @@
+"""Verification of drafts as other projects run it, where they can be imported: every token's fp32 state is stored.
+
+vLLM keeps a slot of its state pool for every token of a window and starts from that of the last accepted one. SGLang
+and flashinfer read a row's state and store those after each token in a buffer, from which the accepted one is copied
+back later; that copy is not timed. Launch configurations are those that each project picks itself, first, and others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+
+import torch
+from harness import Timing
+from peers import per_head, version_of, windows_of
+
+from replayssm.plugins.contract import Mamba2Geometry
+
+ACCEPTED = 3
+"""Tokens of the window before that were accepted, in every row."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """One kernel at one launch configuration.
+
+    launches: one for each set of slots, which returns the outputs, [tokens, ...].
+    states: [batch, window, *state_shape], what the first launch stores.
+    prepare: puts the layer's checkpoints of the first set where the first launch reads them.
+    expected: what the kernel makes of the recurrent outputs [tokens, heads, rows]; they are its outputs if left out.
+    """
+
+    peer: str
+    configuration: str
+    launches: list[Callable[[], torch.Tensor]]
+    states: torch.Tensor
+    prepare: Callable[[], None] = lambda: None
+    expected: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda outputs: outputs)
+
+    @property
+    def name(self) -> str:
+        return f"{self.peer} {self.configuration}".rstrip()
+
+
+def native_peers(layer) -> Iterator[Verification]:
+    """Every kernel that can be imported, at each of its configurations; the layer keeps snapshots of its window."""
+    mamba = isinstance(layer.geometry, Mamba2Geometry)
+    projects = (_vllm_mamba2, _sglang_mamba2, _flashinfer_mamba2) if mamba else (_vllm_fused, _vllm_gdn, _sglang_gdn)
+    for project in projects:
+        try:
+            yield from project(layer)
+        except ImportError:
+            continue
+
+
+def fastest(found: list[tuple[Timing, str, str]]) -> list[tuple[Timing, str]]:
+    """(timing, name) of every peer's fastest configuration, from (timing, peer, name) of all."""
+    best: dict[str, tuple[Timing, str]] = {}
+    for timing, peer, name in found:
+        if peer not in best or timing.median_us < best[peer][0].median_us:
+            best[peer] = (timing, name)
+    return list(best.values())
+
+
+class _Pool:
+    """A pool of states, one for each token of a window, as vLLM's kernels take it; its state 0 belongs to nobody."""
+
+    def __init__(self, layer) -> None:
+        snapshots, batch, window = layer.state["snapshots"], layer.batch, layer.window
+        self.states = snapshots.flatten(0, 1)
+        rows = torch.arange(batch * window, device=snapshots.device, dtype=torch.int32).view(batch, window)
+        # Each set begins one state later than the layer's own, so the last one has no room.
+        self.indices = [rows + 1 + i * batch * window for i in range(layer.sets - 1)]
+        self.accepted = torch.full((batch,), min(ACCEPTED, window), device=snapshots.device, dtype=torch.int32)
+        self.starts = torch.arange(batch + 1, device=snapshots.device, dtype=torch.int32) * window
+        self.stored = self.states[1 : 1 + batch * window].unflatten(0, (batch, window))
+        self._checkpoints = layer.state["checkpoint"][:batch]
+
+    def prepare(self) -> None:
+        self.stored[:, int(self.accepted[0]) - 1].copy_(self._checkpoints)
+
+
+def _buffers(layer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(slots of the rows, buffer [batch, window, *state_shape] of their states) for each set."""
+    batch, snapshots = layer.batch, layer.state["snapshots"]
+    return [(slots, snapshots[i * batch : (i + 1) * batch]) for i, slots in enumerate(layer.slots)]
+
+
+MAMBA2_CONFIGS = ((4, 4), (8, 1), (8, 2), (16, 1), (16, 2), (16, 4), (32, 2), (32, 4))
+"""(rows per program, warps); the first is what both projects' launchers pick at dstate 128 without a tuned table."""
+
+
+def _mamba2_configs(layer) -> list[tuple[int, int]]:
+    return [config for config in MAMBA2_CONFIGS if layer.geometry.headdim % config[0] == 0]
+
+
+def _vllm_mamba2(layer) -> Iterator[Verification]:
+    from vllm.model_executor.layers.mamba.ops import mamba_ssm
+
+    (x, dt, B, C), (A, D, dt_bias) = (t.flatten(0, 1) for t in windows_of(layer)), per_head(layer)
+    pool, out = _Pool(layer), torch.empty_like(x)
+
+    def launch(indices: torch.Tensor, config: tuple[int, int] | None) -> torch.Tensor:
+        with mamba_ssm.override_ssm_config(config) if config else nullcontext():
+            mamba_ssm.selective_state_update(
+                pool.states, x, dt, A, B, C, D, dt_bias, dt_softplus=True, state_batch_indices=indices,
+                dst_state_batch_indices=indices, out=out, num_accepted_tokens=pool.accepted, cu_seqlens=pool.starts,
+            )  # fmt: skip
+        return out
+
+    for config in (None, *_mamba2_configs(layer)):
+        label = "rows {} warps {}".format(*config) if config else "own choice"
+        launches = [partial(launch, indices, config) for indices in pool.indices]
+        yield Verification(
+            f"vllm {version_of('vllm')} selective_state_update", label, launches, pool.stored, pool.prepare
+        )
+
+
+def _sglang_mamba2(layer) -> Iterator[Verification]:
+    import triton
+    from sglang.srt.layers.attention.mamba.ops.mamba_ssm import _selective_scan_update_kernel as kernel
+
+    (x, dt, B, C), (A, D, dt_bias) = windows_of(layer), per_head(layer)
+    (H, P, N), batch, window = layer.geometry.state_shape, layer.batch, layer.window
+    state, out = layer.state["checkpoint"], torch.empty_like(x)
+    rows_of_buffer = torch.arange(batch, device=x.device, dtype=torch.int32)
+
+    def launch(slots: torch.Tensor, buffer: torch.Tensor, rows: int, warps: int) -> torch.Tensor:
+        kernel[(triton.cdiv(P, rows), batch, H)](
+            state, x, dt, dt_bias, A, B, C, D, None, out, slots, -1, buffer, window, None, rows_of_buffer,
+            batch, window, H, P, N, H // layer.geometry.ngroups, *state.stride(), *x.stride(), *dt.stride(),
+            *dt_bias.stride(), *A.stride(), *B.stride(), *C.stride(), *D.stride(), 0, 0, 0, 0, *out.stride(), 0, 0,
+            True, True, rows, DISABLE_STATE_UPDATE=True, num_warps=warps,
+        )  # fmt: skip
+        return out.flatten(0, 1)
+
+    for rows, warps in _mamba2_configs(layer):
+        launches = [partial(launch, *one, rows, warps) for one in _buffers(layer)]
+        yield Verification(
+            f"sglang {version_of('sglang')} selective_state_update", f"rows {rows} warps {warps}", launches,
+            layer.state["snapshots"][:batch],
+        )  # fmt: skip
+
+
+def _flashinfer_mamba2(layer) -> Iterator[Verification]:
+    from flashinfer.mamba import selective_state_update as update
+
+    (x, dt, B, C), (A, D, dt_bias) = windows_of(layer), per_head(layer)
+    # dt, its bias and D have one dtype there.
+    dt = layer.inputs[1].float().view(*x.shape[:3], 1).expand(x.shape)
+    out, rows_of_buffer = torch.empty_like(x), torch.arange(layer.batch, device=x.device, dtype=torch.int32)
+
+    def launch(slots: torch.Tensor, buffer: torch.Tensor, algorithm: str) -> torch.Tensor:
+        update(
+            layer.state["checkpoint"], x, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=True, state_batch_indices=slots,
+            out=out, disable_state_update=True, intermediate_states_buffer=buffer,
+            intermediate_state_indices=rows_of_buffer, cache_steps=layer.window, algorithm=algorithm,
+        )  # fmt: skip
+        return out.flatten(0, 1)
+
+    for algorithm in ("auto", "simple", "vertical", "horizontal"):
+        launches = [partial(launch, *one, algorithm) for one in _buffers(layer)]
+        yield Verification(
+            f"flashinfer {version_of('flashinfer-python')} selective_state_update", algorithm, launches,
+            layer.state["snapshots"][: layer.batch],
+        )  # fmt: skip
+
+
+GDN_CONFIGS = ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 4))
+"""(rows per program, warps); vLLM's launcher picks (32, 4), SGLang's (32, 1)."""
+
+
+def _vllm_fused(layer) -> Iterator[Verification]:
+    """What vLLM runs for such layers by default: its CUDA kernel, which also norms and gates the outputs."""
+    import_module("vllm._custom_ops")  # registers the operator
+
+    q, k, v, a, b = layer.inputs
+    A_log, dt_bias = layer.constants
+    pool, out, eps = _Pool(layer), torch.empty_like(v), 1e-6
+    mixed, gate, weight = torch.cat([t.flatten(1) for t in (q, k, v)], 1), torch.randn_like(v), torch.ones_like(v[0, 0])
+
+    def launch(indices: torch.Tensor) -> torch.Tensor:
+        torch.ops._C.fused_gdn_decode_post_conv_mtp(
+            mixed, a, b, A_log, dt_bias, indices, pool.starts, pool.accepted, pool.states, gate, weight, out,
+            q.shape[-1] ** -0.5, eps, "silu",
+        )  # fmt: skip
+        return out
+
+    def expected(outputs: torch.Tensor) -> torch.Tensor:
+        normed = torch.nn.functional.rms_norm(outputs.float(), outputs.shape[-1:], eps=eps)
+        return normed * torch.nn.functional.silu(gate.float())
+
+    launches = [partial(launch, indices) for indices in pool.indices]
+    peer = f"vllm {version_of('vllm')} fused_gdn_decode_post_conv_mtp"
+    yield Verification(peer, "", launches, pool.stored, pool.prepare, expected)
+
+
+def _gdn_shape(layer) -> dict[str, int]:
+    """The sizes that both projects' fused kernels are compiled for."""
+    g = layer.geometry
+    return {"B": 1, "H": g.num_k_heads, "HV": g.num_v_heads, "K": g.head_k_dim, "V": g.head_v_dim, "BK": g.head_k_dim}
+
+
+def _vllm_gdn(layer) -> Iterator[Verification]:
+    """vLLM's Triton kernel, which it runs where it has no fused one."""
+    from vllm.third_party.flash_linear_attention.ops.fused_sigmoid_gating import (
+        fused_sigmoid_gating_delta_rule_update_kernel as kernel,
+    )
+
+    q, k, v, a, b = layer.inputs
+    A_log, dt_bias = layer.constants
+    pool, out, shape = _Pool(layer), torch.empty_like(v), _gdn_shape(layer)
+
+    def launch(indices: torch.Tensor, rows: int, warps: int) -> torch.Tensor:
+        size = pool.states.stride(0)
+        kernel[(1, shape["V"] // rows, layer.batch * shape["HV"])](
+            A_log=A_log, a=a, b=b, dt_bias=dt_bias, beta=1.0, threshold=20.0, q=q, k=k, v=v, o=out, h0=pool.states,
+            ht=pool.states, cu_seqlens=pool.starts, ssm_state_indices=indices, num_accepted_tokens=pool.accepted,
+            scale=shape["K"] ** -0.5, N=layer.batch, T=q.shape[0], **shape, BV=rows, stride_init_state_token=size,
+            stride_final_state_token=size, stride_indices_seq=indices.stride(0), stride_indices_tok=1,
+            INPLACE_FINAL_STATE=True, USE_QK_L2NORM_IN_KERNEL=True, IS_KDA=False, num_warps=warps, num_stages=3,
+        )  # fmt: skip
+        return out
+
+    for rows, warps in GDN_CONFIGS:
+        launches = [partial(launch, indices, rows, warps) for indices in pool.indices]
+        peer = f"vllm {version_of('vllm')} fused_sigmoid_gating_delta_rule_update"
+        yield Verification(peer, f"rows {rows} warps {warps}", launches, pool.stored, pool.prepare)
+
+
+def _sglang_gdn(layer) -> Iterator[Verification]:
+    """SGLang's kernel of `target_verify`."""
+    from sglang.srt.layers.attention.fla.fused_sigmoid_gating_recurrent import (
+        fused_sigmoid_gating_delta_rule_update_kernel as kernel,
+    )
+
+    q, k, v, a, b = layer.inputs
+    A_log, dt_bias = layer.constants
+    batch, window, out, shape = layer.batch, layer.window, torch.empty_like(v), _gdn_shape(layer)
+    if batch * window * layer.state["checkpoint"][0].numel() >= 2**31:
+        return  # it counts elements of the buffer in 32 bits
+    state = layer.state["checkpoint"]
+    rows_of_buffer = torch.arange(batch, device=q.device, dtype=torch.int32)
+    starts = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * window
+
+    def launch(slots: torch.Tensor, buffer: torch.Tensor, rows: int, warps: int) -> torch.Tensor:
+        kernel[(1, shape["V"] // rows, batch * shape["HV"])](
+            A_log=A_log, a=a, dt_bias=dt_bias, softplus_beta=1.0, softplus_threshold=20.0, q=q, k=k, v=v, b=b, o=out,
+            h0_source=state, h0_indices=slots, cu_seqlens=starts, intermediate_states_buffer=buffer,
+            intermediate_state_indices=rows_of_buffer, cache_steps=window, retrieve_parent_token_ptr=None,
+            stride_retrieve_parent_token_seq=0, stride_retrieve_parent_token_token=0, scale=shape["K"] ** -0.5,
+            T=q.shape[0], stride_q=q.stride(0), stride_k=k.stride(0), stride_v=v.stride(0), stride_b=b.stride(0),
+            NP2_T=1 << (q.shape[0] - 1).bit_length(), **shape, BV=rows, USE_INITIAL_STATE=True,
+            USE_QK_L2NORM_IN_KERNEL=True, IS_VARLEN=True, IS_KDA=False, DISABLE_STATE_UPDATE=True,
+            CACHE_INTERMEDIATE_STATES=True, HAS_EAGLE_TREE_CUSTOM_ATTN_MASK=False, num_warps=warps, num_stages=3,
+        )  # fmt: skip
+        return out
+
+    for rows, warps in GDN_CONFIGS:
+        launches = [partial(launch, *one, rows, warps) for one in _buffers(layer)]
+        peer = f"sglang {version_of('sglang')} fused_sigmoid_gating_delta_rule_update"
+        yield Verification(peer, f"rows {rows} warps {warps}", launches, layer.state["snapshots"][:batch])
