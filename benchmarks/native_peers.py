@@ -48,8 +48,8 @@ class Verification:
 def native_peers(layer) -> Iterator[Verification]:
     """Every kernel that can be imported, at each of its configurations; the layer keeps snapshots of its window."""
     mamba = isinstance(layer.geometry, Mamba2Geometry)
-    projects = (_vllm_mamba2, _sglang_mamba2, _flashinfer_mamba2) if mamba else (_vllm_fused, _vllm_gdn, _sglang_gdn)
-    for project in projects:
+    gdn = (_vllm_fused, _vllm_gdn, _sglang_gdn, _flashinfer_gdn)
+    for project in (_vllm_mamba2, _sglang_mamba2, _flashinfer_mamba2) if mamba else gdn:
         try:
             yield from project(layer)
         except ImportError:
@@ -74,13 +74,14 @@ class _Pool:
         rows = torch.arange(batch * window, device=snapshots.device, dtype=torch.int32).view(batch, window)
         # Each set begins one state later than the layer's own, so the last one has no room.
         self.indices = [rows + 1 + i * batch * window for i in range(layer.sets - 1)]
-        self.accepted = torch.full((batch,), min(ACCEPTED, window), device=snapshots.device, dtype=torch.int32)
+        self.last = min(ACCEPTED, window) - 1  # token whose state the next window starts from
+        self.accepted = torch.full((batch,), self.last + 1, device=snapshots.device, dtype=torch.int32)
         self.starts = torch.arange(batch + 1, device=snapshots.device, dtype=torch.int32) * window
         self.stored = self.states[1 : 1 + batch * window].unflatten(0, (batch, window))
         self._checkpoints = layer.state["checkpoint"][:batch]
 
     def prepare(self) -> None:
-        self.stored[:, int(self.accepted[0]) - 1].copy_(self._checkpoints)
+        self.stored[:, self.last].copy_(self._checkpoints)
 
 
 def _buffers(layer) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -263,3 +264,34 @@ def _sglang_gdn(layer) -> Iterator[Verification]:
         launches = [partial(launch, *one, rows, warps) for one in _buffers(layer)]
         peer = f"sglang {version_of('sglang')} fused_sigmoid_gating_delta_rule_update"
         yield Verification(peer, f"rows {rows} warps {warps}", launches, layer.state["snapshots"][:batch])
+
+
+def _flashinfer_gdn(layer) -> Iterator[Verification]:
+    """States go to a buffer or, as vLLM's, to slots of the pool."""
+    from flashinfer.gdn_decode import gated_delta_rule_mtp as verify
+
+    q, k, v, a, b = (t.unflatten(0, (layer.batch, layer.window)) for t in layer.inputs)
+    A_log, dt_bias = layer.constants
+    out, pool = torch.empty_like(v), _Pool(layer)
+    peer = f"flashinfer {version_of('flashinfer-python')} gated_delta_rule_mtp"
+
+    def launch(state: torch.Tensor, slots: torch.Tensor, **stores) -> torch.Tensor:
+        verify(q, k, v, state, slots, A_log, a, dt_bias, b, scale=q.shape[-1] ** -0.5, output=out, **stores)
+        return out.flatten(0, 1)
+
+    launches = [
+        partial(launch, layer.state["checkpoint"], slots, intermediate_states_buffer=buffer, disable_state_update=True)
+        for slots, buffer in _buffers(layer)
+    ]
+    yield Verification(peer, "buffer", launches, layer.state["snapshots"][: layer.batch])
+    launches = [
+        partial(
+            launch,
+            pool.states,
+            indices[:, pool.last].contiguous(),
+            ssm_state_indices=indices,
+            disable_state_update=False,
+        )
+        for indices in pool.indices
+    ]
+    yield Verification(peer, "pool", launches, pool.stored, pool.prepare)
