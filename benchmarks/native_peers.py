@@ -15,7 +15,7 @@ from importlib import import_module
 
 import torch
 from harness import Timing
-from peers import per_head, version_of, windows_of
+from peers import per_head, version_of, wide_steps, windows_of
 
 from replayssm.plugins.contract import Mamba2Geometry
 
@@ -94,8 +94,9 @@ MAMBA2_CONFIGS = ((4, 4), (8, 1), (8, 2), (16, 1), (16, 2), (16, 4), (32, 2), (3
 """(rows per program, warps); the first is what both projects' launchers pick at dstate 128 without a tuned table."""
 
 
-def _mamba2_configs(layer) -> list[tuple[int, int]]:
-    return [config for config in MAMBA2_CONFIGS if layer.geometry.headdim % config[0] == 0]
+def _dividing(configs: tuple[tuple[int, int], ...], layer) -> list[tuple[int, int]]:
+    """Those whose rows divide a head's."""
+    return [config for config in configs if layer.geometry.state_shape[1] % config[0] == 0]
 
 
 def _vllm_mamba2(layer) -> Iterator[Verification]:
@@ -112,7 +113,7 @@ def _vllm_mamba2(layer) -> Iterator[Verification]:
             )  # fmt: skip
         return out
 
-    for config in (None, *_mamba2_configs(layer)):
+    for config in (None, *_dividing(MAMBA2_CONFIGS, layer)):
         label = "rows {} warps {}".format(*config) if config else "own choice"
         launches = [partial(launch, indices, config) for indices in pool.indices]
         yield Verification(
@@ -138,7 +139,7 @@ def _sglang_mamba2(layer) -> Iterator[Verification]:
         )  # fmt: skip
         return out.flatten(0, 1)
 
-    for rows, warps in _mamba2_configs(layer):
+    for rows, warps in _dividing(MAMBA2_CONFIGS, layer):
         launches = [partial(launch, *one, rows, warps) for one in _buffers(layer)]
         yield Verification(
             f"sglang {version_of('sglang')} selective_state_update", f"rows {rows} warps {warps}", launches,
@@ -149,9 +150,8 @@ def _sglang_mamba2(layer) -> Iterator[Verification]:
 def _flashinfer_mamba2(layer) -> Iterator[Verification]:
     from flashinfer.mamba import selective_state_update as update
 
-    (x, dt, B, C), (A, D, dt_bias) = windows_of(layer), per_head(layer)
-    # dt, its bias and D have one dtype there.
-    dt = layer.inputs[1].float().view(*x.shape[:3], 1).expand(x.shape)
+    (x, _, B, C), (A, D, dt_bias) = windows_of(layer), per_head(layer)
+    dt = wide_steps(layer).unflatten(0, x.shape[:2])
     out, rows_of_buffer = torch.empty_like(x), torch.arange(layer.batch, device=x.device, dtype=torch.int32)
 
     def launch(slots: torch.Tensor, buffer: torch.Tensor, algorithm: str) -> torch.Tensor:
@@ -226,7 +226,7 @@ def _vllm_gdn(layer) -> Iterator[Verification]:
         )  # fmt: skip
         return out
 
-    for rows, warps in GDN_CONFIGS:
+    for rows, warps in _dividing(GDN_CONFIGS, layer):
         launches = [partial(launch, indices, rows, warps) for indices in pool.indices]
         peer = f"vllm {version_of('vllm')} fused_sigmoid_gating_delta_rule_update"
         yield Verification(peer, f"rows {rows} warps {warps}", launches, pool.stored, pool.prepare)
@@ -260,7 +260,7 @@ def _sglang_gdn(layer) -> Iterator[Verification]:
         )  # fmt: skip
         return out
 
-    for rows, warps in GDN_CONFIGS:
+    for rows, warps in _dividing(GDN_CONFIGS, layer):
         launches = [partial(launch, *one, rows, warps) for one in _buffers(layer)]
         peer = f"sglang {version_of('sglang')} fused_sigmoid_gating_delta_rule_update"
         yield Verification(peer, f"rows {rows} warps {warps}", launches, layer.state["snapshots"][:batch])
