@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from report_formats import precision_table, write_tables
-from report_kernels import kernel_table, product_table
+from report_kernels import kernel_table, native_table, product_table
 from report_lines import KERNEL_BENCHMARKS, RESULTS, Line, decode_lines, longest_contexts, read_lines, table
 from report_memory import sessions_table, traffic_table
 from report_parallel import parallel_table
@@ -42,6 +42,7 @@ def render(lines: list[Line], text: Path = TEXT) -> str:
         "kernel summary": kernel_summary(lines),
         "step summary": step_summary(lines),
         "kernels": kernel_table(lines),
+        "native": native_table(lines),
         "steps": step_table(lines),
         "batches": batch_table(lines),
         "split": split_table(lines),

@@ -9,7 +9,13 @@ from typing import Literal
 from report_lines import KERNEL_BENCHMARKS, NAMES, Line, decode_lines, longest_contexts, select, usual
 
 BATCH = 256
-PEERS = {"vllm": "vLLM", "mamba-ssm": "mamba-ssm", "fla": "flash-linear-attention", "flashinfer": "flashinfer"}
+PEERS = {
+    "vllm": "vLLM",
+    "mamba-ssm": "mamba-ssm",
+    "fla": "flash-linear-attention",
+    "flashinfer": "flashinfer",
+    "sglang": "SGLang",
+}
 LOW_PRECISION = {"state_dtype": "float16", "state_rounding": "stochastic", "readout_dtype": "nvfp4"}
 SPREAD = 0.05
 """Share of a time by which its repeats must lie apart to be shown and not summed up by their median."""

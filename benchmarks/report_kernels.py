@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from operator import itemgetter
 
-from report_lines import BUFFER_LEN, NAMES, WINDOW, Line, best_of, ratio, select, share_of, table
+from report_lines import (
+    BUFFER_LEN,
+    NAMES,
+    WINDOW,
+    Line,
+    best_of,
+    native_peers,
+    ratio,
+    select,
+    share_of,
+    table,
+    usual,
+)
 
 PRODUCT_PEERS = {
     "ours_fp8": "activations in FP8",
@@ -16,6 +28,8 @@ PRODUCT_PEERS = {
 
 
 KERNELS = (("mamba2", "nano4b"), ("mamba2", "super120b"), ("gdn", "qwen4b"), ("gdn", "qwen122b"))
+STILL = 8
+"""Tokens of history behind which no row of a window flushes."""
 FORMATS = (("float32", "same"), ("float16", "same"), ("float16", "nvfp4"))
 
 
@@ -45,10 +59,9 @@ def kernel_row(ours: Line, beside: list[Line]) -> list[str]:
     if plain is None or not ceiling.get("rmw_ceiling_gb_s"):
         return []
     least = plain["bytes"] / ceiling["rmw_ceiling_gb_s"] / 1e3
-    form = ours["state_dtype"] + (f" and {ours['readout_dtype']} readout" if has_copy else "")
     length = "" if ours["L"] == BUFFER_LEN else f", L = {ours['L']}"
     return [
-        f"{NAMES[ours['geometry']]}, {form}{length}",
+        layer_and_formats(ours) + length,
         "decode" if ours["window"] == 1 else f"verify {ours['window']}",
         f"{ours['median_us']:.0f}",
         share_of(ours["gb_s"], ours["ceiling_gb_s"]),
@@ -57,6 +70,41 @@ def kernel_row(ours: Line, beside: list[Line]) -> list[str]:
         f"{plain['median_us']:.0f}",
         best_of(select(beside, op="peer")),
         best_of(select(beside, op="replay_peer", fill="desync")),
+    ]
+
+
+def layer_and_formats(line: Line) -> str:
+    readout = "" if line["readout_dtype"] == "same" else f" and {line['readout_dtype']} readout"
+    return f"{NAMES[line['geometry']]}, {line['state_dtype']}{readout}"
+
+
+def native_table(lines: list[Line]) -> str:
+    """Windows of drafts beside other projects' verification, which stores the fp32 state after each token."""
+    rows = []
+    for op, name in KERNELS:
+        found = select(usual(lines), benchmark=f"{op}_window", geometry=name, batch=256, window=WINDOW, correct=True)
+        for state, readout in FORMATS:
+            for ours in select(found, variant="ours", fill="desync", state_dtype=state, readout_dtype=readout):
+                peers = native_peers(found, ours)
+                if peers:
+                    formats = {"state_dtype": state, "readout_dtype": readout, "date": ours["date"]}
+                    still = select(found, variant="ours", fill=STILL, **formats)
+                    rows.append(native_row(ours, still, peers))
+    head = ["layer", "replay, 3 of 5 accepted, us", "without a flush us", "fastest native us", "over it"]
+    return table([*head, "without a flush", "other native ones us"], rows)
+
+
+def native_row(ours: Line, still: list[Line], peers: list[Line]) -> list[str]:
+    """still: our line of the same run whose rows do not flush, if it was measured. peers: the fastest first."""
+    best, *others = peers
+    return [
+        layer_and_formats(ours),
+        f"{ours['median_us']:.1f}",
+        f"{still[0]['median_us']:.1f}" if still else "",
+        f"{best['median_us']:.0f} ({best['variant']})",
+        f"**{ratio(best['median_us'], ours['median_us'])}**",
+        f"**{ratio(best['median_us'], still[0]['median_us'])}**" if still else "",
+        ", ".join(f"{line['median_us']:.0f} ({line['variant']})" for line in others),
     ]
 
 

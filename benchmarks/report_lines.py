@@ -98,6 +98,12 @@ def best_of(lines: list[Line]) -> str:
     return f"{best['median_us']:.0f} ({best['variant']})" if best else ""
 
 
+def native_peers(lines: list[Line], ours: Line) -> list[Line]:
+    """Verification of drafts by other projects in the run that measured one of our lines, the fastest first."""
+    same = {name: ours[name] for name in ("benchmark", "geometry", "batch", "window", "gpu", "commit", "date")}
+    return sorted(select(lines, op="peer", correct=True, **same), key=itemgetter("median_us"))
+
+
 def condition(line: Line) -> dict:
     """What a decode line shares with the plain one of its run."""
     names = ("benchmark", "geometry", "batch", "window", "layers", "context", "commit", "fp8_products")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from report_headline import BATCH, LOW_PRECISION, kernel_bars
+from report_headline import BATCH, LOW_PRECISION, kernel_bars, peer_name
 from report_lines import (
     KERNEL_BENCHMARKS,
     NAMES,
@@ -11,6 +11,7 @@ from report_lines import (
     decode_lines,
     longest_contexts,
     model_of,
+    native_peers,
     select,
     shape_of,
     table,
@@ -36,22 +37,23 @@ def kernel_summary(lines: list[Line]) -> str:
                 f"{ours.us:.0f} us",
                 *(f"**{bar.fastest_us / ours.us:.2f}x** ({bar.who})" if bar else "" for bar in others),
                 f"{times['peer'].fastest_us / low.us:.2f}x" if low and "peer" in times else "",
-                over_snapshots(lines, name, {"state_dtype": "float32", "readout_dtype": "same"}),
-                over_snapshots(lines, name, LOW_PRECISION),
+                over_native(lines, name, {"state_dtype": "float32", "readout_dtype": "same"}),
+                over_native(lines, name, LOW_PRECISION),
             ]
         )
     head = ["state kernel", "decode", "over the fastest peer that rewrites fp32", "over the fastest other replay"]
-    head += ["fp16 and 4-bit copy, over that peer", f"windows of {WINDOW}, over our snapshots"]
+    head += ["fp16 and 4-bit copy, over that peer", f"windows of {WINDOW}, over the fastest that stores every state"]
     return table([*head, "the same, fp16 and 4-bit copy"], rows)
 
 
-def over_snapshots(lines: list[Line], name: str, formats: dict[str, str]) -> str:
-    """Windows of drafts beside our plain kernel, which stores the fp32 state after each token."""
+def over_native(lines: list[Line], name: str, formats: dict[str, str]) -> str:
+    """Windows of drafts beside the fastest other verification of the same run, which stores all fp32 states."""
     kernels = [line for line in usual(lines) if line["benchmark"] in KERNEL_BENCHMARKS]
     found = select(kernels, geometry=name, batch=BATCH, window=WINDOW, correct=True)
-    ours = select(found, variant="ours", fill="desync", **formats)
-    plain = select(found, variant="plain", state_dtype="float32")
-    return f"{plain[0]['median_us'] / ours[0]['median_us']:.1f}x" if ours and plain else ""
+    for ours in select(found, variant="ours", fill="desync", **formats):
+        for peer in native_peers(found, ours)[:1]:
+            return f"**{peer['median_us'] / ours['median_us']:.1f}x** ({peer_name(peer)})"
+    return ""
 
 
 def step_summary(lines: list[Line]) -> str:

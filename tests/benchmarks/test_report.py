@@ -135,7 +135,8 @@ def kernel_line(variant: str, us: float, **changes) -> dict:
     return {
         "benchmark": "gdn_window", "op": "gdn_window", "geometry": "qwen4b", "batch": 256, "window": 1,
         "state_dtype": "float32", "readout_dtype": "same", "fill": "desync", "variant": variant, "correct": True,
-        "L": 0 if variant == "plain" else 16, "median_us": us, "p10_us": us, "p90_us": us, **changes,
+        "L": 0 if variant == "plain" else 16, "median_us": us, "p10_us": us, "p90_us": us,
+        "gpu": "NVIDIA H200", "commit": "c", "date": "2026-01-01", **changes,
     }  # fmt: skip
 
 
@@ -151,12 +152,15 @@ def test_the_summary_names_the_fastest_peers() -> None:
         kernel_line("vllm 0.33.0 rows", 200.0, op="peer"),
         kernel_line("vllm 0.33.0 replay", 150.0, op="replay_peer"),
         kernel_line("ours", 100.0, window=5),
-        kernel_line("plain", 400.0, window=5),
+        kernel_line("vllm 0.33.0 fused", 400.0, window=5, op="peer"),
+        kernel_line("sglang 0.5.10 update", 500.0, window=5, op="peer"),
+        kernel_line("vllm 0.33.0 fused", 300.0, window=5, op="peer", date="2026-01-02"),
     ]
     (row,) = report_summary.kernel_summary(lines).splitlines()[2:]
     assert row == (
-        "| Qwen3.5-4B | 100 us | **2.00x** (vLLM 0.33.0) | **1.50x** (vLLM 0.33.0, its replay) | 4.00x | 4.0x |  |"
-    )
+        "| Qwen3.5-4B | 100 us | **2.00x** (vLLM 0.33.0) | **1.50x** (vLLM 0.33.0, its replay) | 4.00x | "
+        "**4.0x** (vLLM 0.33.0) |  |"
+    ), "of another run, 300 us is not compared"
     (wrong,) = report_summary.kernel_summary([lines[0], {**lines[6], "correct": False}]).splitlines()[2:]
     assert wrong == "| Qwen3.5-4B | 100 us |  |  |  |  |  |", "nothing is compared with a wrong result"
 
@@ -184,6 +188,24 @@ def test_other_rings_stand_in_the_whole_table_alone() -> None:
         "| Qwen3.5-4B, float32, L = 32 | decode | 40 | 75 % | 100 | 2.50x | 120 |  |  |",
     ]
     assert report_summary.kernel_summary([*lines, longer]) == report_summary.kernel_summary(lines)
+
+
+def test_drafts_are_compared_with_other_verifications_of_their_run() -> None:
+    low = {"state_dtype": "float16", "state_rounding": "stochastic", "readout_dtype": "nvfp4"}
+    own = [kernel_line("ours", us, window=5, fill=fill, **low) for fill, us in (("desync", 100.0), (8, 50.0))]
+    fast, slow = (
+        kernel_line(f"{name} update", us, window=5, op="peer", fill="flush")
+        for name, us in (("a 1", 900.0), ("b 2", 950.4))
+    )
+    (row,) = report_kernels.native_table([*own, slow, fast]).splitlines()[2:]
+    assert row == (
+        "| Qwen3.5-4B, float16 and nvfp4 readout | 100.0 | 50.0 | 900 (a 1 update) | **9.00x** | **18.00x** "
+        "| 950 (b 2 update) |"
+    )
+    for other in ({"date": "2026-01-02"}, {"correct": False}, {"batch": 1}, {"window": 1}, {"op": "replay_peer"}):
+        assert report_kernels.native_table([*own, {**fast, **other}]) == "*Not measured.*\n", other
+    (row,) = report_kernels.native_table([own[0], {**own[1], "date": "2026-01-02"}, fast]).splitlines()[2:]
+    assert "| 100.0 |  | 900 (a 1 update) | **9.00x** |  |  |" in row, "the time without a flush is of another run"
 
 
 def test_the_summary_names_another_batch_where_the_usual_one_was_not_run() -> None:
