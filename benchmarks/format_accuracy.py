@@ -53,7 +53,9 @@ FORMATS = (
     StateFormat("float32", False, "nvfp4"),
     StateFormat("bfloat16"),
     StateFormat("bfloat16", True),
-    StateFormat("float16", True, "nvfp4", "readout", ((0, "float8"),)),  # the layer that `calibrate --by-layer` finds
+    # eight bits in the layer that `calibrate --by-layer` finds
+    StateFormat("float16", True, "nvfp4", "readout", ((0, "float8"),)),
+    StateFormat("float8", True, "nvfp4", "readout", ((0, "same"),)),
 )
 
 PREFILL_TOKENS = 8192  # of a step that reads prompts
