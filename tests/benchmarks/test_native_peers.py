@@ -270,6 +270,16 @@ def test_offsets_of_32_bits_are_not_overrun(projects) -> None:
     assert not list(native_peers._sglang_gdn(layer))
 
 
+def test_a_broken_project_does_not_hide_the_others(projects, monkeypatch, capsys) -> None:
+    def broken(layer):
+        raise ValueError("no spec")
+
+    monkeypatch.setattr(native_peers, "_sglang_gdn", broken)
+    found = {one.peer.split()[0] for one in native_peers.native_peers(layer_of("gdn"))}
+    assert found == {"vllm", "flashinfer"}
+    assert "broken: ValueError: no spec" in capsys.readouterr().out
+
+
 def test_without_other_projects_there_are_no_peers(monkeypatch) -> None:
     for name in ("vllm", "sglang", "flashinfer"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -288,17 +298,19 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "environment", lambda: {"gpu": "G", "commit": "c", "date": "2026-01-01T00:00:00"})
     monkeypatch.setattr(window_suite, "time_graph", lambda launches: harness.Timing(launches[0].us, 1.0, 2.0))
 
-    def verification(peer: str, configuration: str, us: float, error: float, state_error: float):
-        stored = torch.zeros_like(states)
+    def verification(peer: str, configuration: str, us: float, error: float, state_error: float | None):
+        stored = states.clone()  # what a peer before it left there
 
         def launch() -> torch.Tensor:
             if error < 0:
                 raise RuntimeError("does not run here")
-            stored.copy_(states * (1 + state_error))
+            if state_error is not None:
+                stored.copy_(states)
+                stored[:, -1] *= 1 + state_error
             return layer.out * (1 + error)
 
         launch.us = us
-        return native_peers.Verification(peer, configuration, [launch], stored)
+        return native_peers.Verification(peer, configuration, configuration == "usual", [launch], stored)
 
     def measure(*cases, only=None):
         made = [verification(*case) for case in cases]
@@ -311,21 +323,25 @@ def measured(monkeypatch, tmp_path):
     return measure
 
 
-def test_the_fastest_right_configuration_of_every_peer_is_kept(measured) -> None:
+def test_the_fastest_right_configuration_of_every_peer_is_kept_and_its_usual_one(measured) -> None:
     names, lines = measured(
         ("vllm 1.0 update", "rows 8", 90.0, 1e-3, 1e-4),
         ("vllm 1.0 update", "rows 16", 80.0, 1e-3, 1e-4),
         ("vllm 1.0 update", "rows 32", 70.0, 2e-2, 1e-4),
         ("vllm 1.0 update", "rows 64", 60.0, 1e-3, 1e-2),
         ("vllm 1.0 update", "rows 99", 10.0, 1e-3, float("nan")),
-        ("sglang 1.0 update", "", 95.0, 1e-3, 1e-4),
+        ("vllm 1.0 update", "stores nothing", 5.0, 1e-3, None),
+        ("sglang 1.0 update", "usual", 95.0, 1e-3, 1e-4),
+        ("sglang 1.0 update", "rows 16", 94.0, 1e-3, 1e-4),
+        ("sglang 1.0 update", "rows 8", 99.0, 1e-3, 1e-4),
         ("flashinfer 1.0 update", "auto", 50.0, -1.0, 0.0),
     )
-    assert names == {"vllm 1.0 update rows 16", "sglang 1.0 update"}
-    assert [(line["variant"], line["median_us"]) for line in lines] == [
-        ("vllm 1.0 update rows 16", 80.0),
-        ("sglang 1.0 update", 95.0),
+    assert [(line["variant"], line["is_own_choice"], line["median_us"]) for line in lines] == [
+        ("vllm 1.0 update rows 16", False, 80.0),
+        ("sglang 1.0 update usual", True, 95.0),
+        ("sglang 1.0 update rows 16", False, 94.0),
     ]
+    assert names == {line["variant"] for line in lines}
     shared = {"benchmark": "gdn_window", "op": "peer", "geometry": "qwen4b", "batch": BATCH, "window": WINDOW}
     shared |= {"state_dtype": "float32", "readout_dtype": "same", "L": 0, "fill": "flush", "correct": True}
     shared |= {"bytes": 1000, "ceiling_gb_s": 4000.0, "gpu": "G", "commit": "c"}

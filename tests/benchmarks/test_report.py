@@ -194,18 +194,20 @@ def test_drafts_are_compared_with_other_verifications_of_their_run() -> None:
     low = {"state_dtype": "float16", "state_rounding": "stochastic", "readout_dtype": "nvfp4"}
     own = [kernel_line("ours", us, window=5, fill=fill, **low) for fill, us in (("desync", 100.0), (8, 50.0))]
     fast, slow = (
-        kernel_line(f"{name} update", us, window=5, op="peer", fill="flush")
-        for name, us in (("a 1", 900.0), ("b 2", 950.4))
+        kernel_line(name, us, window=5, op="peer", fill="flush", is_own_choice=own)
+        for name, us, own in (("a 1 update rows 8", 900.0, False), ("b 2 update rows 9", 950.4, True))
     )
     (row,) = report_kernels.native_table([*own, slow, fast]).splitlines()[2:]
     assert row == (
-        "| Qwen3.5-4B, float16 and nvfp4 readout | 100.0 | 50.0 | 900 (a 1 update) | **9.00x** | **18.00x** "
+        "| Qwen3.5-4B, float16 and nvfp4 readout | 100.0 | 50.0 | 900 (a 1 update rows 8) | **9.00x** | **18.00x** "
         "| 950 (b 2 update) |"
     )
     for other in ({"date": "2026-01-02"}, {"correct": False}, {"batch": 1}, {"window": 1}, {"op": "replay_peer"}):
         assert report_kernels.native_table([*own, {**fast, **other}]) == "*Not measured.*\n", other
     (row,) = report_kernels.native_table([own[0], {**own[1], "date": "2026-01-02"}, fast]).splitlines()[2:]
-    assert "| 100.0 |  | 900 (a 1 update) | **9.00x** |  |  |" in row, "the time without a flush is of another run"
+    assert "| 100.0 |  | 900 (a 1 update rows 8) | **9.00x** |  |  |" in row, (
+        "the time without a flush is of another run"
+    )
 
 
 def test_the_summary_names_another_batch_where_the_usual_one_was_not_run() -> None:
