@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from replayssm.runtime.json_lines import read_json_lines
+
 _UNSUPPORTED = ("lora_request", "turns", "media_paths")
 
 
@@ -35,17 +37,8 @@ def read_dataset(path: Path, tokenizer: Any = None, limit: int = 0) -> list[Samp
 
     Raises ValueError, naming the line, for anything that is not such a file.
     """
-    samples = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                samples.append(_parse(json.loads(line), tokenizer))
-            except (ValueError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
-            if len(samples) == limit:
-                break
+    example = Sample(0, [5, 6], 16).to_line()
+    samples = read_json_lines(path, lambda value: _parse(value, tokenizer), limit, example)
     if not samples:
         raise ValueError(f"{path} holds no requests: make a data set with `replayssm bench prepare-dataset`")
     return samples

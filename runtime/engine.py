@@ -138,6 +138,8 @@ class Engine:
 
 def read_networks(path: Path) -> dict[str, Network]:
     """Networks of an engine by name, "main" among them. EngineDirectoryError for what this version does not run."""
+    if not path.is_file():
+        raise EngineDirectoryError(f"{path} is missing: rebuild or copy the engine again")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):

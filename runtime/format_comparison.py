@@ -7,7 +7,6 @@ each format also writes its own, and right answers are counted.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from replayssm.plugins.contract import state_parts
 from replayssm.plugins.settings import ReplaySettings
 from replayssm.runtime.engine import Engine
 from replayssm.runtime.generation import generate
+from replayssm.runtime.json_lines import read_json_lines
 from replayssm.runtime.session import Row, Session
 from replayssm.runtime.text import encode_chat, encode_text
 
@@ -141,36 +141,31 @@ class _Tally:
 def read_problems(path: Path, tokenizer: Any, chat: bool = False, limit: int = 0) -> list[Problem]:
     """The first `limit` problems of a file of JSON lines, all for 0: `{"prompt": str}` or `{"messages": [...]}`, and
     `"answer": str` where known. chat: prompts are a user's messages. ValueError, naming the line, for anything else."""
-    problems = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                problems.append(_parse(json.loads(line), tokenizer, chat))
-            except (ValueError, TypeError, AttributeError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
-            if len(problems) == limit:
-                break
+    example = '{"prompt": "...", "answer": "..."}'
+    problems = read_json_lines(path, lambda value: _parse(value, tokenizer, chat), limit, example)
     if not problems:
-        raise ValueError(f'{path} holds no problems: expected lines such as {{"prompt": "...", "answer": "..."}}')
+        raise ValueError(f"{path} holds no problems: expected lines such as {example}")
     return problems
 
 
-def _parse(value: Any, tokenizer: Any, chat: bool) -> Problem:
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object with a prompt, got {str(value)[:40]!r}")
+def _parse(value: dict[str, Any], tokenizer: Any, chat: bool) -> Problem:
     prompt, messages, answer = value.get("prompt"), value.get("messages"), value.get("answer")
     if (
         (prompt is None) == (messages is None)
         or not isinstance(prompt, str | None)
         or not isinstance(answer, str | None)
     ):
-        raise ValueError("expected either a text prompt or messages, and as answer a text or nothing")
+        raise ValueError(
+            "expected either a text prompt or messages, and as answer a text or nothing; got the keys "
+            f"{', '.join(value) or 'none'}"
+        )
     if prompt is not None and chat:
         messages = [{"role": "user", "content": prompt}]
     if messages is None:
-        return Problem(encode_text(tokenizer, prompt), answer)
+        tokens = encode_text(tokenizer, prompt)
+        if not tokens:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        return Problem(tokens, answer)
     if not tokenizer.chat_template:
         raise ValueError("the checkpoint has no chat template: give prompts as text, without --chat")
     return Problem(encode_chat(tokenizer, messages), answer)

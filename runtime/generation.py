@@ -79,7 +79,7 @@ def generate(
             prompt,
             max_new_tokens,
             params[index],
-            name=f"prompt {index}",
+            name=f"prompt {index + 1} of {len(prompts)}",
             end_tokens=eos_token_ids,
             tokenizer=tokenizer,
             stop=stop,

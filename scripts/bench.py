@@ -14,7 +14,7 @@ import click
 from replayssm.scripts.config_file import apply_config
 from replayssm.scripts.draft_options import DRAFT_NAMES, scheduled_draft_options
 from replayssm.scripts.engine_options import as_asked, device_option, fp8_activations_option, tensor_parallel_option
-from replayssm.scripts.files import check_writable, require_new, write_lines
+from replayssm.scripts.files import check_writable, read_text, require_new, write_lines
 from replayssm.scripts.help_groups import GroupedCommand, OrderedGroup
 from replayssm.scripts.number_types import FiniteRange
 
@@ -336,7 +336,9 @@ def text(options: dict[str, Any], path: Path, output_tokens: int, chat: bool) ->
     from replayssm.scripts.generate import encode
 
     tokenizer = Engine.load(_target(options)["engine"]).tokenizer
-    prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    prompts = [line for line in read_text(path).splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts: expected one a line")
     samples = (
         Sample(task_id, encode(tokenizer, prompt, chat), output_tokens) for task_id, prompt in enumerate(prompts)
     )
@@ -389,7 +391,8 @@ def compare(first: Path, second: Path, plot_file: Path | None) -> None:
             f"--plot expects a name that ends in {', '.join(bench_compare.PLOT_SUFFIXES)}, got {plot_file.name!r}"
         )
     lines = bench_compare.compare(bench_compare.read_report(first), bench_compare.read_report(second))
-    table = Table("", first.stem, second.stem, f"{second.stem} / {first.stem}")
+    names = (first.stem, second.stem) if first.stem != second.stem else (str(first), str(second))
+    table = Table("", *names, "second / first" if first.stem == second.stem else f"{second.stem} / {first.stem}")
     for column in table.columns[1:]:
         column.justify = "right"
     for line in lines:
@@ -399,6 +402,6 @@ def compare(first: Path, second: Path, plot_file: Path | None) -> None:
     Console().print(table)
     if plot_file is not None:
         try:
-            bench_compare.plot(lines, (first.stem, second.stem), plot_file)
+            bench_compare.plot(lines, names, plot_file)
         except ModuleNotFoundError as error:
             raise ValueError(f"--plot needs {error.name}: pip install '.[bench]' in the project's folder") from error

@@ -93,6 +93,10 @@ def calibrate(
 
     loaded = Engine.load(engine)
     compared = candidates(loaded, formats or tuple(FORMATS))
+    if by_layer and not readings(loaded, compared):
+        raise ValueError(
+            "--by-layer is about 4-bit readouts, which no format here has: add --format float16-stochastic+nvfp4"
+        )
     problems = read_problems(dataset, loaded.tokenizer, chat, limit)
     measured = {}
     with _progress() as stage:

@@ -6,6 +6,7 @@ Its line in `COMMANDS` is what `replayssm --help` prints, so that the help impor
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib
 import os
@@ -58,6 +59,17 @@ class LazyGroup(click.Group):
         name = cmd_name.replace("-", "_")
         return getattr(importlib.import_module(f"replayssm.scripts.{name}"), name)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            near = difflib.get_close_matches(args[0], COMMANDS, 1)
+            if near:
+                ctx.fail(f"No such command '{args[0]}'. Did you mean '{near[0]}'?")
+            raise
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
@@ -78,7 +90,7 @@ class LazyGroup(click.Group):
             sys.exit(2)
         except click.UsageError as error:
             help_hint = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-            _fail(error.format_message().rstrip(".") + help_hint)
+            _fail(error.format_message().rstrip(".") + _way_out(error) + help_hint)
         except click.ClickException as error:
             _fail(error.format_message())
         except (ValueError, OSError, InferenceError) as error:
@@ -94,6 +106,18 @@ class LazyGroup(click.Group):
             if isinstance(command, click.Group):
                 command = command.get_command(None, argument) or command
         return command
+
+
+def _way_out(error: click.UsageError) -> str:
+    """What click's own words leave open in commands that have commands."""
+    context, parent = error.ctx, error.ctx.parent if error.ctx else None
+    if context and isinstance(context.command, click.Group) and error.message.startswith("Missing command"):
+        return f": give one of {', '.join(context.command.list_commands(context))}"
+    if isinstance(error, click.NoSuchOption) and parent:
+        for parameter in parent.command.params:
+            if error.option_name in parameter.opts:
+                return f": it goes before {context.info_name}"
+    return ""
 
 
 def _in_options(message: str, command: click.Command) -> str:

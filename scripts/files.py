@@ -1,10 +1,11 @@
-"""Files that commands write for their users."""
+"""Files that commands read from their users and write for them."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,15 @@ def check_writable(*paths: Path | None) -> None:
         if path is not None and not _is_special(path):
             with _temporary_file(path, delete=True):
                 pass
+
+
+def read_text(path: Path) -> str:
+    """A file that should be text, or standard input for "-". ValueError for what is not UTF-8."""
+    data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}): convert it first") from error
 
 
 def require_new(path: Path, way_out: str) -> None:

@@ -13,6 +13,7 @@ import click
 
 from replayssm.scripts.draft_options import draft_options
 from replayssm.scripts.engine_options import as_asked, device_option, fp8_activations_option, tensor_parallel_option
+from replayssm.scripts.files import read_text
 
 DEFAULT_NEW_TOKENS = 512
 
@@ -125,12 +126,8 @@ def generate(
 def _read(path: Path) -> str:
     if str(path) == "-" and sys.stdin is None:
         raise ValueError("--prompt-file - reads standard input, which is closed: pipe the prompt in or name a file")
-    try:
-        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        # An editor or echo ends a text with a newline that the prompt was not meant to have.
-        return data.decode("utf-8").replace("\r\n", "\n").removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}): convert it first") from error
+    # An editor or echo ends a text with a newline that the prompt was not meant to have.
+    return read_text(path).replace("\r\n", "\n").removesuffix("\n")
 
 
 def encode(tokenizer: Any, text: str, chat: bool) -> list[int]:

@@ -13,6 +13,7 @@ from replayssm.runtime.logs import LEVELS
 from replayssm.scripts.config_file import apply_config
 from replayssm.scripts.draft_options import DRAFT_NAMES, scheduled_draft_options
 from replayssm.scripts.engine_options import as_asked, device_option, fp8_activations_option, tensor_parallel_option
+from replayssm.scripts.files import read_text
 from replayssm.scripts.help_groups import GroupedCommand
 from replayssm.scripts.number_types import FiniteRange
 
@@ -261,7 +262,7 @@ def _server_options(engine: Any, **options: Any) -> Any:
     if options["api_key"] == "":
         raise ValueError("the API key is empty: leave --api-key out to serve without one")
     template = options["chat_template"]
-    template = None if template is None else template.read_text(encoding="utf-8")
+    template = None if template is None else read_text(template)
     if template is not None and not template.strip():
         raise ValueError(f"{options['chat_template']} is empty: expected a chat template in Jinja")
     return ServerOptions(

@@ -88,4 +88,4 @@ def test_readouts_of_single_layers_are_checked(fields, message):
 def test_useless_buffer_is_legal_but_reported():
     assert ReplaySettings(buffer_len=8, max_window=8).warnings == ()
     (warning,) = ReplaySettings(buffer_len=4, max_window=8).warnings
-    assert "buffer_len 4 is shorter than max_window 8" in warning
+    assert "buffer_len 4 is shorter than a verify window of 8 tokens" in warning

@@ -20,7 +20,7 @@ from replayssm.runtime.speculation import NgramDrafter
 
 
 def write(path, *lines):
-    path.write_text("\n".join(lines) + "\n")
+    path.write_bytes(("\n".join(lines) + "\n").encode(errors="surrogateescape"))
     return path
 
 
@@ -41,8 +41,9 @@ def test_every_form_of_a_line(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 1: "),
-        ("[]", "line 1: "),
+        ("{", "line 1 is not JSON .*: expected lines such as .*task_id"),
+        ("\udcff", "line 1 is not JSON .*can't decode byte 0xff"),
+        ("[]", "line 1: expected a JSON object such as "),
         ('{"input_ids": [1], "output_tokens": 3}', "expected an integer task_id, got None"),
         ('{"task_id": 1, "input_ids": [1], "output_tokens": 0}', "output_tokens must be at least 1, got 0"),
         ('{"task_id": 1, "input_ids": ["a"], "output_tokens": 1}', "at least one integer"),

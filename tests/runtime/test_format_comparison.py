@@ -228,10 +228,11 @@ def test_problems_are_read_and_refused_by_line(engine, tmp_path):
     for text, message in (
         ("", "holds no problems"),
         ("[1]", "line 1: expected a JSON object"),
-        ("{}", "line 1: expected either a text prompt or messages"),
+        ('{"input_ids": [1], "n": 1}', "line 1: expected either a text prompt or messages.*got the keys input_ids, n"),
         ('{"prompt": "a", "messages": []}', "expected either a text prompt or messages"),
         ('{"prompt": "a", "answer": 4}', "as answer a text or nothing"),
-        ('{"prompt": "a"}\n{"prompt"', "line 2: "),
+        ('{"prompt": "a"}\n{"prompt"', "line 2 is not JSON .*: expected lines such as .*answer"),
+        ('{"prompt": "a"}\n{"prompt": ""}', "line 2: the prompt is empty"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):

@@ -329,8 +329,8 @@ def test_lengths_and_timing(tiny_engine):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompts": [[1], []]}, "prompt 1 is empty"),
-        ({"prompts": [[1] * 400]}, "prompt 0 has 400 tokens, but a sequence has at most 400"),
+        ({"prompts": [[1], []]}, "prompt 2 of 2 is empty"),
+        ({"prompts": [[1] * 400]}, "prompt 1 of 1 has 400 tokens, but a sequence has at most 400"),
         ({"prompts": [[1, 10**6]]}, "outside the vocabulary"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"sampling": [SamplingParams()] * 2}, "one SamplingParams per prompt"),

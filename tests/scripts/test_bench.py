@@ -166,6 +166,16 @@ def test_bad_input(engine, tmp_path):
         "",
         "error: --plot expects a name that ends in .svg, .png, .pdf, got 'r.xyz'\n",
     )
+    for content, message in ((b"\n \n", "holds no prompts: expected one a line"), (b"\xff", "is not UTF-8 text")):
+        (tmp_path / "text").write_bytes(content)
+        result = prepare(engine, tmp_path / "a", "text", "--input", tmp_path / "text", "--output-tokens", 3)
+        assert result.stderr.startswith(f"error: {tmp_path / 'text'} {message}")
+    (tmp_path / "folder").mkdir()
+    report = {"performance": {"request_throughput_req_s": 2.0}}
+    for place in (tmp_path, tmp_path / "folder"):
+        (place / "same.json").write_text(json.dumps(report))
+    result = bench("compare", tmp_path / "same.json", tmp_path / "folder" / "same.json")
+    assert "second / first" in " ".join(result.stdout.split()), "two reports of one name have their paths above"
     result = bench("prepare-dataset", "--output", tmp_path / "a", "text", "--input", data, "--output-tokens", 3)
     assert "Missing option '--engine', before the kind of data set (see " in result.stderr
     lengths = ("--input-min", 9, "--input-max", 3, "--output-min", 2, "--output-max", 4)

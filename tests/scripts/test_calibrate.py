@@ -89,6 +89,7 @@ def test_table_recommendation_and_json(engine, tmp_path, monkeypatch):
         (("--tolerance", 0), "--tolerance must lie between 0 and 1, got 0.0"),
         (("--slots", 0), "--slots must be at least 1, got 0"),
         (("--format", "int8"), "unknown format 'int8'"),
+        (("--format", "float16", "--by-layer"), "--by-layer is about 4-bit readouts, which no format here has: add"),
     ],
 )
 def test_bad_input_is_one_line(engine, tmp_path, options, message):

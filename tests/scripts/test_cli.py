@@ -71,6 +71,27 @@ def test_every_command_describes_itself_and_its_options(runner, name):
         }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generte"], "No such command 'generte'. Did you mean 'generate'? (see main --help)"),
+        (["x"], "No such command 'x' (see main --help)"),
+        (
+            ["bench", "prepare-dataset", "--engine", "."],
+            "Missing command: give one of token-norm-dist, token-unif-dist, text "
+            "(see main bench prepare-dataset --help)",
+        ),
+        (
+            ["bench", "prepare-dataset", "text", "--engine", "."],
+            "No such option '--engine': it goes before text (see main bench prepare-dataset text --help)",
+        ),
+    ],
+)
+def test_a_way_out_of_what_was_typed(runner, arguments, message):
+    result = runner.invoke(cli.main, arguments)
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"error: {message}\n")
+
+
 def test_version(runner):
     result = runner.invoke(cli.main, ["--version"])
     assert result.stdout == f"replayssm {metadata.version('replayssm-trt')}\n"

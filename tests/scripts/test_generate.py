@@ -248,7 +248,7 @@ def test_weights_full_of_nan(engine, tmp_path, end, draft):
     ("arguments", "message"),
     [
         ((), "at least one --prompt"),
-        (("--prompt", ""), "prompt 0 is empty"),
+        (("--prompt", ""), "prompt 1 of 1 is empty"),
         (
             ("--prompt", "is read " * 100),
             "at most 128 with its output: shorten the prompt, or build the engine",

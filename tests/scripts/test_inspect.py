@@ -92,6 +92,10 @@ def test_what_an_engine_cannot_be_asked(engine, tmp_path) -> None:
     result = run("inspect", str(broken))
     assert "does not match its own sha256" in result.stderr
     assert result.exit_code == 2
+    (broken / "config.json").write_text((engine / "config.json").read_text())
+    assert run("inspect", str(broken)).stderr == (
+        f"error: {broken / 'networks.json'} is missing: rebuild or copy the engine again\n"
+    )
 
 
 def test_a_directory_without_a_config(tmp_path) -> None:
@@ -140,7 +144,9 @@ def test_formats_change_sizes_traffic_and_the_batch() -> None:
 
 
 def test_short_buffer_is_reported_as_useless() -> None:
-    assert "shorter than max_window" in " ".join(run("inspect", "qwen4b", "--buffer-len", "2").output.split())
+    assert "shorter than a verify window of 5 tokens" in " ".join(
+        run("inspect", "qwen4b", "--buffer-len", "2").output.split()
+    )
 
 
 def test_doctor_prints_json_alone() -> None:
