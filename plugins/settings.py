@@ -178,7 +178,7 @@ class ReplaySettings:
         """Legal but unhelpful choices, in words."""
         if 0 < self.buffer_len < self.max_window:
             return (
-                f"buffer_len {self.buffer_len} is shorter than a verify window of {self.max_window} tokens (1 + drafts), "
-                f"so every full one folds its history first: choose {self.max_window} or more",
+                f"buffer_len {self.buffer_len} is shorter than a verify window of {self.max_window} tokens (1 + drafts)"
+                f", so every full one folds its history first: choose {self.max_window} or more",
             )
         return ()
