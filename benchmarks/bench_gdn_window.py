@@ -2,8 +2,9 @@
 
     python benchmarks/bench_gdn_window.py [--batches 256,64,1] [--windows 1,5] [--formats float32]
 
-Run it where `replayssm` is installed and a GPU is present. Results go to benchmarks/results. flash-linear-attention is
-measured beside ours if it can be imported, at its best launch configuration.
+Run it where `replayssm` is installed and a GPU is present. Results go to benchmarks/results. Beside ours are measured,
+where they can be imported and each at its best launch configuration, flash-linear-attention (one token) and the
+verification of vLLM, SGLang and flashinfer (windows).
 """
 
 from __future__ import annotations

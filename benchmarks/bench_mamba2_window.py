@@ -2,8 +2,9 @@
 
     python benchmarks/bench_mamba2_window.py [--batches 256,64,1] [--windows 1,5] [--formats float32]
 
-Run it where `replayssm` is installed and a GPU is present. Results go to benchmarks/results. mamba-ssm, vLLM and
-flashinfer are measured beside ours if they can be imported, each at its best launch configuration.
+Run it where `replayssm` is installed and a GPU is present. Results go to benchmarks/results. Beside ours are measured,
+where they can be imported and each at its best launch configuration, mamba-ssm, vLLM and flashinfer (one token), the
+verification of vLLM, SGLang and flashinfer (windows), and the replay kernels of vLLM and flashinfer.
 """
 
 from __future__ import annotations
