@@ -237,7 +237,7 @@ def run(
 
     tune: try all rows per block at the first batch size and use the fastest, rather than those of the launch tables.
     formats: state_dtype, or state_dtype:state_rounding:readout_dtype. With a readout, ceilings are those of its size;
-    the plain baseline and peers keep fp32.
+    the plain baseline and peers keep fp32, with ceilings of that size.
     """
     results = Results(benchmark, directory)
     pool = torch.randn(544 << 20, device="cuda")
@@ -247,6 +247,10 @@ def run(
         for name in names:
             slot = read_bytes(GEOMETRIES[name], ReplaySettings(state_dtype=state_dtype, readout_dtype=readout))
             limits = {batch: ceilings(batch * slot, pool) for batch in batches}
+            plain_limits = limits
+            if has_copy:
+                plain_slot = read_bytes(GEOMETRIES[name], ReplaySettings())
+                plain_limits = {batch: ceilings(batch * plain_slot, pool) for batch in batches}
             for window in windows:
                 settings = ReplaySettings(
                     buffer_len=16,
@@ -263,13 +267,15 @@ def run(
                 plain_ok = check(name, plain, window)
                 known, known_replay = None, None
                 for batch in batches:
-                    advance, limit = 1 if window == 1 else 3, limits[batch]
+                    advance, limit, plain_limit = 1 if window == 1 else 3, limits[batch], plain_limits[batch]
                     for fill in ("desync", 8, "flush"):
                         measure(results, name, settings, batch, window, fill, advance, limit, ours_ok, rows)
-                    measure(results, name, plain, batch, window, "flush", advance, limit, plain_ok, variant="plain")
+                    measure(
+                        results, name, plain, batch, window, "flush", advance, plain_limit, plain_ok, variant="plain"
+                    )
                     if state_dtype == "float32" or has_copy:
                         native = measure_peers if window == 1 else measure_native_peers
-                        known = native(results, name, batch, window, limit, known)
+                        known = native(results, name, batch, window, plain_limit, known)
                         if isinstance(GEOMETRIES[name], Mamba2Geometry) and not has_copy:
                             known_replay = measure_replay_peers(
                                 results, name, settings, batch, window, advance, limit, known_replay
