@@ -6,6 +6,7 @@ import io
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -224,11 +225,19 @@ def _sampling(path: Path | None) -> Any:
         return SamplingParams()
     import yaml
 
+    known = [field.name for field in fields(SamplingParams)]
+    expected = f"expected a mapping of {', '.join(known)} to numbers"
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = yaml.safe_load(read_text(path)) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML ({error}): {expected}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: {expected}, got {str(values)[:40]!r}")
+    for name, value in values.items():
+        if name not in known or not isinstance(value, int | float) or isinstance(value, bool):
+            raise ValueError(f"{path}: {expected}, got {name}: {value!r}")
+    try:
         return SamplingParams(**values)
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
-        raise ValueError(f"{path}: expected temperature, top_k, top_p, min_p and seed ({error})") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import click
 
 from replayssm.runtime.errors import InferenceError
+from replayssm.scripts.files import FileKeyError
 
 COMMANDS = {
     "quantize": "Quantize a Hugging Face checkpoint to NVFP4 or FP8.",
@@ -93,6 +94,8 @@ class LazyGroup(click.Group):
             _fail(error.format_message().rstrip(".") + _way_out(error) + help_hint)
         except click.ClickException as error:
             _fail(error.format_message())
+        except FileKeyError as error:
+            _fail(_one_line(error))
         except (ValueError, OSError, InferenceError) as error:
             _fail(_in_options(_one_line(error), self._asked(args[0] if args else extra.get("args"))))
         except click.Abort:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from replayssm.scripts.files import FileKeyError
+
 SAME = ("max_batch_size", "max_num_tokens", "max_seq_len", "reasoning_parser", "tensor_parallel_size", "tool_parser")
 """Top-level keys that are options of the same name."""
 
@@ -37,7 +39,7 @@ MAX_UTILIZATION_SLICE = 256
 def apply_config(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """`options` of a command with what the file at `path` says in their place.
 
-    Raises ValueError for a file that is no YAML mapping, and for keys and values that mean nothing here.
+    Raises ValueError for a file that is no YAML mapping, FileKeyError for keys and values that mean nothing here.
     """
     import yaml
 
@@ -53,7 +55,7 @@ def apply_config(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
         try:
             _apply(key, value, changed)
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+            raise FileKeyError(f"{path}: {error}") from error
     return changed
 
 

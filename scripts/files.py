@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 
+class FileKeyError(ValueError):
+    """What is wrong in a file of a user's; names in its message are the file's keys, also where an option has one."""
+
+
 def check_writable(*paths: Path | None) -> None:
     """ValueError for a file that could not be written, before the work that fills it."""
     for path in paths:
@@ -26,7 +30,8 @@ def read_text(path: Path) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}): convert it first") from error
+        name = "standard input" if str(path) == "-" else path
+        raise ValueError(f"{name} is not UTF-8 text ({error}): convert it first") from error
 
 
 def require_new(path: Path, way_out: str) -> None:

@@ -117,7 +117,14 @@ def test_bad_input(engine, tmp_path):
     (tmp_path / "empty").write_text("")
     (tmp_path / "long").write_text('{"task_id": 1, "input_ids": [1], "output_tokens": 64}')
     (tmp_path / "foreign").write_text('{"task_id": 7, "input_ids": [99999], "output_tokens": 2}')
-    (tmp_path / "options").write_text("heat: 1")
+    for name, content in (
+        ("options", "heat: 1"),
+        ("list", "[1]"),
+        ("text", "top_k: many"),
+        ("range", "top_p: 3"),
+        ("config", "max_batch_sise: 3"),
+    ):
+        (tmp_path / name).write_text(content)
     data = tmp_path / "long"
     for arguments, message in (
         (("--dataset", tmp_path / "empty"), "holds no requests"),
@@ -129,7 +136,17 @@ def test_bad_input(engine, tmp_path):
             ("--dataset", data, "--max-batch-size", 9),
             "error: --max-batch-size must be between 1 and",
         ),
-        (("--dataset", data, "--sampler-options", tmp_path / "options"), "expected temperature"),
+        (
+            ("--dataset", data, "--sampler-options", tmp_path / "options"),
+            "expected a mapping of temperature, top_k, top_p, min_p, seed to numbers, got heat: 1",
+        ),
+        (("--dataset", data, "--sampler-options", tmp_path / "list"), "to numbers, got '[1]'"),
+        (("--dataset", data, "--sampler-options", tmp_path / "text"), "to numbers, got top_k: 'many'"),
+        (("--dataset", data, "--sampler-options", tmp_path / "range"), "range: top_p must be in (0, 1], got 3"),
+        (
+            ("--dataset", data, "--config", tmp_path / "config"),
+            "'max_batch_sise' means nothing here (did you mean 'max_batch_size'?)",
+        ),
         (("--dataset", data, "--draft", "ngram", "--draft-len", 9), "error: --draft-len must be between 1"),
         (("--dataset", data, "--draft-sampling"), "--draft-sampling means nothing without drafts"),
         (("--dataset", data, "--warmup", -1), "Invalid value for '--warmup'"),

@@ -295,7 +295,9 @@ def test_prompt_file_that_is_not_text(engine, tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     result = generate(engine, "--prompt-file", tmp_path / "binary")
     assert result.exit_code == 2
-    assert "not UTF-8" in result.stderr
+    assert f"{tmp_path / 'binary'} is not UTF-8" in result.stderr
+    result = CliRunner().invoke(main, ["generate", "--engine", str(engine), "--prompt-file", "-"], input=b"\xff")
+    assert result.stderr.startswith("error: standard input is not UTF-8 text")
 
 
 def test_from_checkpoint_to_text_in_a_terminal(tiny_checkpoint, tmp_path):
