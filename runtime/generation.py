@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from replayssm.plugins.integers import short
 from replayssm.runtime.errors import InferenceError
 from replayssm.runtime.requests import Request, Update
 from replayssm.runtime.sampling import SamplingParams
@@ -58,6 +59,11 @@ def generate(
     Raises ValueError before anything runs if a prompt is empty, too long or not of this vocabulary, and
     InferenceError if the model's logits are not finite or an operator refuses a row.
     """
+    if isinstance(prompts, str) or any(isinstance(prompt, str | int) for prompt in prompts):
+        raise ValueError(
+            "expected a list of prompts, each a list of token ids, such as [engine.tokenizer(text)['input_ids']], got "
+            f"{short(prompts)}"
+        )
     scheduler = Scheduler(session, drafter, SchedulerOptions(draft_len=draft_len))
     params = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
     if len(params) != len(prompts):

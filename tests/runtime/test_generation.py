@@ -330,6 +330,9 @@ def test_lengths_and_timing(tiny_engine):
     ("arguments", "message"),
     [
         ({"prompts": [[1], []]}, "prompt 2 of 2 is empty"),
+        ({"prompts": "hello"}, "each a list of token ids, .*, got 'hello'"),
+        ({"prompts": [[1], "hello"]}, "each a list of token ids"),
+        ({"prompts": [1, 2]}, "each a list of token ids, .*, got \\[1, 2\\]"),
         ({"prompts": [[1] * 400]}, "prompt 1 of 1 has 400 tokens, but a sequence has at most 400"),
         ({"prompts": [[1, 10**6]]}, "outside the vocabulary"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
