@@ -33,7 +33,12 @@ from replayssm.scripts.format_options import name_layers
 @click.option("--limit", default=0, help="Problems to use; 0 means all.", show_default=True)
 @click.option("--max-new-tokens", default=256, show_default=True, help="Most tokens to generate for a problem.")
 @click.option(
-    "--format", "formats", multiple=True, help="Format to compare; may be given several times.  [default: all]"
+    "--format",
+    "formats",
+    multiple=True,
+    metavar="FORMAT",
+    help="Format to compare with float32; may be given several times: float16, float16-stochastic, float8-stochastic, "
+    "float16-stochastic+float8, float16-stochastic+nvfp4 or float8-stochastic+nvfp4; + is the readout.  [default: all]",
 )
 @click.option(
     "--by-layer",

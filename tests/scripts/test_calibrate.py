@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from replayssm.builders.engine import BuildOptions, build_engine
+from replayssm.runtime.format_comparison import FORMATS
 from replayssm.runtime.layer_comparison import LayerDivergences
 from replayssm.scripts.cli import main
 
@@ -25,6 +26,13 @@ def engine(tmp_path_factory):
 
 def calibrate(*arguments):
     return CliRunner().invoke(main, ["calibrate", *map(str, arguments)])
+
+
+def test_help_names_every_format(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = " ".join(calibrate("--help").stdout.split())
+    named = shown.partition("several times: ")[2].partition("; +")[0].replace(" or ", ", ").split(", ")
+    assert named == list(FORMATS)[1:]
 
 
 def test_table_recommendation_and_json(engine, tmp_path, monkeypatch):
