@@ -86,14 +86,8 @@ def calibrate(
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
     from replayssm.runtime.engine import Engine
-    from replayssm.runtime.format_comparison import (
-        FORMATS,
-        answer_notes,
-        candidates,
-        compare,
-        read_problems,
-        recommend,
-    )
+    from replayssm.runtime.format_comparison import FORMATS, candidates, compare, read_problems
+    from replayssm.runtime.format_verdict import answer_notes, recommend
     from replayssm.runtime.layer_comparison import readings, with_layers
 
     loaded = Engine.load(engine)
