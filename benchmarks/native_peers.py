@@ -149,13 +149,15 @@ def _sglang_mamba2(layer) -> Iterator[Verification]:
 
 
 def _flashinfer_mamba2(layer) -> Iterator[Verification]:
+    """States go to a buffer or, as vLLM's, to slots of the pool."""
     from flashinfer.mamba import selective_state_update as update
 
     (x, _, B, C), (A, D, dt_bias) = windows_of(layer), per_head(layer)
-    dt = wide_steps(layer).unflatten(0, x.shape[:2])
-    out, rows_of_buffer = torch.empty_like(x), torch.arange(layer.batch, device=x.device, dtype=torch.int32)
+    dt, out, pool = wide_steps(layer).unflatten(0, x.shape[:2]), torch.empty_like(x), _Pool(layer)
+    rows_of_buffer = torch.arange(layer.batch, device=x.device, dtype=torch.int32)
+    peer = f"flashinfer {version_of('flashinfer-python')} selective_state_update"
 
-    def launch(slots: torch.Tensor, buffer: torch.Tensor, algorithm: str) -> torch.Tensor:
+    def to_buffer(slots: torch.Tensor, buffer: torch.Tensor, algorithm: str) -> torch.Tensor:
         update(
             layer.state["checkpoint"], x, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=True, state_batch_indices=slots,
             out=out, disable_state_update=True, intermediate_states_buffer=buffer,
@@ -163,10 +165,21 @@ def _flashinfer_mamba2(layer) -> Iterator[Verification]:
         )  # fmt: skip
         return out.flatten(0, 1)
 
+    def to_pool(indices: torch.Tensor) -> torch.Tensor:
+        tokens = (t.flatten(0, 1) for t in (x, dt))
+        update(
+            pool.states, *tokens, A, B.flatten(0, 1), C.flatten(0, 1), D, dt_bias=dt_bias, dt_softplus=True,
+            state_batch_indices=indices, dst_state_batch_indices=indices, out=out.flatten(0, 1),
+            num_accepted_tokens=pool.accepted, cu_seqlens=pool.starts, cache_steps=layer.window,
+        )  # fmt: skip
+        return out.flatten(0, 1)
+
     for algorithm in ("auto", "simple", "vertical", "horizontal"):
-        launches = [partial(launch, *one, algorithm) for one in _buffers(layer)]
-        peer, own = f"flashinfer {version_of('flashinfer-python')} selective_state_update", algorithm == "auto"
-        yield Verification(peer, algorithm, own, launches, layer.state["snapshots"][: layer.batch])
+        launches = [partial(to_buffer, *one, algorithm) for one in _buffers(layer)]
+        stored = layer.state["snapshots"][: layer.batch]
+        yield Verification(peer, f"buffer {algorithm}", algorithm == "auto", launches, stored)
+    launches = [partial(to_pool, indices) for indices in pool.indices]
+    yield Verification(peer, "pool", True, launches, pool.stored, pool.prepare)
 
 
 GDN_CONFIGS = ((8, 1), (16, 1), (16, 2), (32, 1), (32, 4))

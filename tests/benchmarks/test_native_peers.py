@@ -87,13 +87,20 @@ def sglang_mamba2(
 
 
 def flashinfer_mamba2(
-    state, x, dt, A, B, C, D, dt_bias, dt_softplus, state_batch_indices, out, disable_state_update,
-    intermediate_states_buffer, intermediate_state_indices, cache_steps, algorithm,
+    state, x, dt, A, B, C, D, dt_bias, dt_softplus, state_batch_indices, out, cache_steps, algorithm="auto",
+    disable_state_update=False, intermediate_states_buffer=None, intermediate_state_indices=None,
+    dst_state_batch_indices=None, num_accepted_tokens=None, cu_seqlens=None,
 ) -> None:  # fmt: skip
+    assert dt.dtype == D.dtype == dt_bias.dtype
+    assert cache_steps == WINDOW
+    if cu_seqlens is not None:
+        vllm_mamba2(
+            state, x, dt, A, B, C, D, dt_bias, dt_softplus, state_batch_indices, dst_state_batch_indices, out,
+            num_accepted_tokens, cu_seqlens,
+        )  # fmt: skip
+        return
     assert dt_softplus
     assert disable_state_update
-    assert cache_steps == WINDOW
-    assert dt.dtype == D.dtype == dt_bias.dtype
     for row, slot in enumerate(state_batch_indices.tolist()):
         out[row], intermediate_states_buffer[int(intermediate_state_indices[row])] = mamba2(
             state[slot], x[row], dt[row], A, B[row], C[row], D, dt_bias
