@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from operator import itemgetter
 
+from report_headline import peer_name
 from report_lines import (
     BUFFER_LEN,
     NAMES,
@@ -96,8 +97,9 @@ def native_table(lines: list[Line]) -> str:
 
 def native_row(ours: Line, still: list[Line], peers: list[Line]) -> list[str]:
     """still: our line of the same run whose rows do not flush, if it was measured. peers: the fastest first."""
-    best = peers[0]
-    usual_ones = select(peers, is_own_choice=True)
+    best, launched = peers[0], {}
+    for line in select(peers, is_own_choice=True):
+        launched.setdefault(peer_name(line), line["median_us"])
     return [
         layer_and_formats(ours),
         f"{ours['median_us']:.1f}",
@@ -105,7 +107,7 @@ def native_row(ours: Line, still: list[Line], peers: list[Line]) -> list[str]:
         f"{best['median_us']:.0f} ({best['variant']})",
         f"**{ratio(best['median_us'], ours['median_us'])}**",
         f"**{ratio(best['median_us'], still[0]['median_us'])}**" if still else "",
-        ", ".join(f"{line['median_us']:.0f} ({' '.join(line['variant'].split()[:3])})" for line in usual_ones),
+        ", ".join(f"{us:.0f} ({name})" for name, us in launched.items()),
     ]
 
 

@@ -197,10 +197,11 @@ def test_drafts_are_compared_with_other_verifications_of_their_run() -> None:
         kernel_line(name, us, window=5, op="peer", fill="flush", is_own_choice=own)
         for name, us, own in (("a 1 update rows 8", 900.0, False), ("b 2 update rows 9", 950.4, True))
     )
-    (row,) = report_kernels.native_table([*own, slow, fast]).splitlines()[2:]
+    slower = {**slow, "variant": "b 2 other", "median_us": 990.0}
+    (row,) = report_kernels.native_table([*own, slower, slow, fast]).splitlines()[2:]
     assert row == (
         "| Qwen3.5-4B, float16 and nvfp4 readout | 100.0 | 50.0 | 900 (a 1 update rows 8) | **9.00x** | **18.00x** "
-        "| 950 (b 2 update) |"
+        "| 950 (b 2) |"
     )
     for other in ({"date": "2026-01-02"}, {"correct": False}, {"batch": 1}, {"window": 1}, {"op": "replay_peer"}):
         assert report_kernels.native_table([*own, {**fast, **other}]) == "*Not measured.*\n", other
