@@ -17,6 +17,7 @@ from replayssm.plugins.contract import (
 )
 from replayssm.plugins.geometry import KernelConfig
 from replayssm.plugins.reference.formats import RandomKey, load_checkpoint, store_state
+from replayssm.plugins.row_order import order_of
 from replayssm.plugins.state import LayerState, allocate_state, torch_dtype
 
 POSITION = 1000
@@ -81,20 +82,29 @@ class Layer:
             if name in tensors:
                 tensors[name].uniform_(0.0, 0.05).mul_(sign)
 
-    def launches(self, offsets: list[int]):
-        """One launch per (offset, slot set) at seq_len POSITION + offset."""
+    def launches(self, offsets: list[int], histories: torch.Tensor | None = None):
+        """One launch per (offset, slot set) at seq_len POSITION + offset.
+
+        histories: of the rows at every offset [steps, rows or 1]; with them rows come in the order of `row_order`, as
+        those of a captured step do.
+        """
         function = launch.mamba2_window if isinstance(self.geometry, Mamba2Geometry) else launch.gdn_window
         calls = []
-        for offset in offsets:
+        for step, offset in enumerate(offsets):
+            order = torch.arange(self.batch)
+            if histories is not None:
+                history = histories[step].expand(self.batch)
+                order = order_of((history > 0) & (history + self.window > self.settings.buffer_len))
+            starts = self.starts[order.cuda()]
             seq_lens = torch.full((self.batch,), POSITION + offset, device="cuda", dtype=torch.int32)
-            for slots in self.slots:
+            for slots in (slots[order.cuda()] for slots in self.slots):
                 calls.append(
-                    lambda seq_lens=seq_lens, slots=slots: function(
+                    lambda seq_lens=seq_lens, starts=starts, slots=slots: function(
                         *self.inputs,
                         *self.constants,
                         self.state,
                         seq_lens,
-                        self.starts,
+                        starts,
                         self.lens,
                         slots,
                         0,
@@ -177,7 +187,7 @@ def measure(
     layer = Layer(GEOMETRIES[name], settings, batch, window, cta_rows)
     L = settings.buffer_len
     history, offsets, cycle = fill_cycle(settings, batch, window, fill, advance)
-    timing = time_graph(layer.launches(offsets), lambda: layer.set_history(history))
+    timing = time_graph(layer.launches(offsets, cycle), lambda: layer.set_history(history))
     assert int(layer.state.error_flag) == 0, "the kernel met an invalid row"
     kind = "rmw" if settings.is_baseline or fill == "flush" else "read"
     return results.add(

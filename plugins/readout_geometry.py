@@ -34,21 +34,6 @@ AHEAD_ROWS_OF_WINDOWS = 24
 """Rows by which a block of kernels/gdn_readout_tiled.cuh asks ahead for checkpoint positions. H200, windows of five, 24
 and not at all: qwen4b 113.3 and 114.3 us, without a flush 62.4 and 63.1; qwen122b 215.6 both, 119.8 and 122.4."""
 
-MAX_ORDERED_ROWS = 1024
-"""Of kernels/row_order.cuh."""
-
-FIRST_WAVE_SMS = 132
-"""Multiprocessors of an H200, whose first blocks all run at once."""
-
-WINDOW_MEMBERS, DECODE_MEMBERS = (8, 8), (4, 16)
-"""Early and late rows of a set of Mamba2 (kernels/row_order.cuh): of windows a quarter of the rows folds, of single
-tokens a sixteenth. H200, batch 256, rows in their places and exchanged: windows of five of super120b 174.7 and 165.8 us
-(four and four: 168.1), nano4b 171.3 and 161.7; decode of super120b 89.3 and 82.9, nano4b 91.4 and 81.6 (two and eight,
-with three quarters of the rows late: 85.0 and 84.8). Without a flush that costs 4 us."""
-
-ORDERED_ROWS = 64
-"""Fewest rows of a call whose rows that may fold begin first: with less, all blocks run at once."""
-
 
 @cache
 def readout_config(
@@ -59,18 +44,13 @@ def readout_config(
     cta_rows: int | None = None,
     cta_warps: int | None = None,
     min_ctas: int | None = None,
-    early_64ths: int | None = None,
-    late_64ths: int | None = None,
-    ordered_rows: int | None = None,
     ahead_rows: int | None = None,
-    early_from: int | None = None,
-    members: tuple[int, int] | None = None,
+    resident: int | None = None,
 ) -> KernelConfig:
     """Decode and verify kernel of a layer whose outputs read a copy of the state.
 
-    embedded: restrict shared memory to what a TensorRT plugin may use. cta_rows (of a warp), cta_warps,
-    min_ctas, early_64ths, late_64ths, ordered_rows, ahead_rows, early_from, members: overrides, for measurements and
-    tests.
+    embedded: restrict shared memory to what a TensorRT plugin may use. cta_rows (of a warp), cta_warps, min_ctas,
+    ahead_rows, resident (KernelConfig.resident_blocks): overrides, for measurements and tests.
     """
     heads, rows, columns = geometry.state_shape
     kernel = f"{geometry.kind}_readout"
@@ -101,7 +81,6 @@ def readout_config(
         per_quarter = geo.REGISTERS_PER_SM // 4 // (32 * _registers_wanted(geometry, settings, arch, tiled))
         min_ctas = max(1, min(4 * per_quarter // warps, limits.shared_per_sm // (shared + geo.RESERVED_BYTES), 16))
     blocks = heads * (rows // count) // warps
-    early = _early_64ths(geometry, settings, blocks) if early_64ths is None else early_64ths
     defines = {
         **geo.geometry_defines(geometry),
         "ROW_TILES": geometry.row_tiles,
@@ -118,10 +97,6 @@ def readout_config(
         # Elsewhere it gains nothing. H200, decode of qwen4b, readout of row 42 further on asked for: 60.5 us, 59.9
         # without; its history too: 64.0.
         "AHEAD_ROWS": (AHEAD_ROWS_OF_WINDOWS if ahead_rows is None else ahead_rows) if tiled else 0,
-        "EARLY_64THS": early,
-        # Desynchronised: qwen4b 59.9 us at 48, 59.4 at 40, 58.7 at 32; nano4b 83.3 at 48, 81.6 at 36.
-        "LATE_64THS": _late_64ths(geometry, settings, early) if late_64ths is None else late_64ths,
-        "ORDERED_ROWS": ordered_rows or ORDERED_ROWS,
         "SHARED_BYTES": shared,
     }
     if geometry.kind == "gdn":
@@ -130,33 +105,12 @@ def readout_config(
             "U_EXACT": 0,
             "U_FROM_CHECKPOINT": int(settings.u_source == "checkpoint"),
         }
-    if geometry.kind == "mamba2":
-        window = settings.max_window > 1
-        first = FIRST_WAVE_SMS * min_ctas // blocks + 1 if early_from is None else early_from
-        early, late = members or (WINDOW_MEMBERS if window else DECODE_MEMBERS)
-        defines |= {"EARLY_FROM": first, "EARLY_MEMBERS": early, "LATE_MEMBERS": late}
-        defines["ORDERED_ROWS"] = max(defines["ORDERED_ROWS"], first)
     overlaps = limits.bulk_copy  # the architectures that have the one have the other
-    resident = min_ctas if geometry.kind == "mamba2" else 0
+    if resident is None:
+        # H200, rows that fold first, all shared memory and only what blocks need: decode of qwen4b 54.2 us and 51.6,
+        # qwen122b 100.0 and 95.7; windows of GDN 103.3 and 103.6.
+        resident = 0 if tiled else min_ctas
     return KernelConfig(kernel, tuple(sorted(defines.items())), blocks, threads, shared, overlaps, resident)
-
-
-def _early_64ths(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, blocks: int) -> int:
-    """Share of a call's rows of GDN that give way to rows that fold late (kernels/row_order.cuh): as many as those are.
-
-    H200, batch 256, 0 and 6 64ths: qwen4b with its 16 blocks a row decodes in 65.7 and 61.1 us, qwen122b with 32 in
-    112.6 and 115.3. Of windows of five a quarter of the rows folds: qwen4b 137.9 us at 0, 149.7 at 8 and 146.0 at 16.
-    """
-    if geometry.kind == "mamba2" or settings.max_window > 1 or blocks > 16:
-        return 0
-    return min(32, max(6, -(-51 // settings.buffer_len)))
-
-
-def _late_64ths(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, early: int) -> int:
-    """Share of a call's rows that begin so late that a fold of theirs would be waited for."""
-    if geometry.kind == "gdn":
-        return min(32, 64 - early)
-    return 14 if settings.max_window > 1 else 36
 
 
 def _is_tiled(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, cta_rows: int) -> bool:
@@ -202,7 +156,7 @@ def _shared_bytes(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettin
         scores = min(warps, columns // 32) * tokens * (1 if window == 1 else round_up(window, 8))
         area = round_up(round_up(queries * key + 16, 16) + scores * 4 + (queries + 1) * 4, 16)
         total = round_up(max(readout, folded, stage), 128) + tokens * (warps * cta_rows + 8) * 2
-        total += max(area, fold_keys) + 4
+        total += max(area, fold_keys)
         return round_up(round_up(total, 8) + 8, 128)
     tiled = _is_tiled(geometry, settings, cta_rows)
     staged = warps * (padded * (2 * window + 1) if window > 1 else padded * 8 + padded // 32 * 16) * 4
@@ -217,7 +171,6 @@ def _shared_bytes(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettin
     total += warps * cta_rows * scale_bytes if nvfp4 and not tiled else 16
     gates = tokens + 3 * window + 1 + (window * window if window > 1 else 1)
     total += _block_heads(rows // cta_rows, warps) * gates * 4
-    total += MAX_ORDERED_ROWS // 8
     if tiled:
         return round_up(round_up(total, 8) + warps * cta_rows * 4, 128)
     return round_up(total + (warps * 2 * window * round_up(window, 8) * 4 if window > 1 else 4), 128)

@@ -18,10 +18,12 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from replayssm.plugins import step_ends
+from replayssm.plugins import row_order, step_ends
 from replayssm.plugins.contract import PAD_SLOT_ID
+from replayssm.plugins.state import LayerState
 from replayssm.runtime.executor import NetworkExecutor
 from replayssm.runtime.graph_memsets import replace_memsets
+from replayssm.runtime.plan_calls import ROWS
 from replayssm.runtime.sampling import SamplingBatch, SamplingParams, VocabularyPart, likeliest, sample_tokens
 
 Tensor = torch.Tensor
@@ -141,6 +143,7 @@ class StepGraph:
         hidden states, where all of them are read.
     last_tokens: int64 [slots + 1], what each slot's last step chose; the last entry is that of padding rows. None for a
         network whose tokens are not chosen here.
+    ordered_by: a state whose rows, where they are many, the network is to see in the order of `row_order`.
     """
 
     def __init__(
@@ -155,11 +158,13 @@ class StepGraph:
         hidden: tuple[int, torch.dtype] | None = None,
         part: VocabularyPart | None = None,
         last_tokens: Tensor | None = None,
+        ordered_by: LayerState | None = None,
     ) -> None:
         self.rows, self.window, self.kind = rows, window, kind
         self.part = part if hidden is None else None
         self._join = part.gather if part is not None and hidden is not None else None
         self._last_tokens = last_tokens
+        self._ordered_by = ordered_by if rows >= row_order.ORDERED_ROWS else None
         self._executor, self._error_flag = executor, error_flag
         device = error_flag.device
         integers = ("seq_lens", "window_lens", "state_batch_indices")
@@ -237,15 +242,11 @@ class StepGraph:
         given = self.device_inputs
         slots = given["state_batch_indices"]
         token_ids, positions = step_ends.begin(given["token_ids"], given["seq_lens"], slots, self._last_tokens)
-        inputs = {
-            "token_ids": token_ids,
-            "positions": positions,
-            "seq_lens": given["seq_lens"],
-            "window_starts": self._starts,
-            "window_lens": given["window_lens"],
-            "state_batch_indices": slots,
-            "logits_indices": None,
-        }
+        rows = (given["seq_lens"], self._starts, given["window_lens"], slots)
+        if self._ordered_by is not None:
+            rows = row_order.folding_first(rows, self._ordered_by)
+        inputs = {"token_ids": token_ids, "positions": positions, **dict(zip(ROWS, rows, strict=True))}
+        inputs["logits_indices"] = None
         if self._hidden is not None:
             inputs["hidden_states"] = self._hidden
         outputs = self._executor(inputs)
@@ -269,7 +270,7 @@ class StepGraph:
 class StepGraphs:
     """The graphs of one network, captured when they are first needed.
 
-    slots: most rows of a step; max_window: most tokens of a row; hidden, part: as for `StepGraph`.
+    slots: most rows of a step; max_window: most tokens of a row; hidden, part, ordered_by: as for `StepGraph`.
     """
 
     def __init__(
@@ -280,8 +281,10 @@ class StepGraphs:
         max_window: int,
         hidden: tuple[int, torch.dtype] | None = None,
         part: VocabularyPart | None = None,
+        ordered_by: LayerState | None = None,
     ) -> None:
         self._executor, self._error_flag, self._hidden, self._part = executor, error_flag, hidden, part
+        self._ordered_by = ordered_by
         device = error_flag.device
         self.capture = CudaCapture(device) if device.type == "cuda" else capture_eagerly
         self._rows, self._windows = row_buckets(slots), window_classes(max_window)
@@ -326,5 +329,6 @@ class StepGraphs:
                 hidden=self._hidden,
                 part=self._part,
                 last_tokens=self.last_tokens,
+                ordered_by=self._ordered_by,
             )
         return self._graphs[key]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from replayssm.plugins import row_order
 from replayssm.plugins.launch import prefill_rows
 from replayssm.plugins.network import Network
 from replayssm.plugins.state import LayerState, allocate_state, raise_on_error, torch_dtype
@@ -59,10 +60,11 @@ class Program:
         if graphs:
             spec = network.inputs.get("hidden_states")
             hidden = None if spec is None else (spec.shape[-1], torch_dtype(spec.dtype))
-            self.graphs = StepGraphs(self.executor, error_flag, slots, settings.max_window, hidden, self._part)
+            limits = (slots, settings.max_window)
+            ordered_by = row_order.orderable(self.states)
+            self.graphs = StepGraphs(self.executor, error_flag, *limits, hidden, self._part, ordered_by)
             if hidden is None and self.executor.captures_prompts:
-                limits = (slots, settings.max_window, prompt_tokens)
-                self.prompts = PromptGraphs(self.executor, device, *limits, self.graphs.capture)
+                self.prompts = PromptGraphs(self.executor, device, *limits, prompt_tokens, self.graphs.capture)
 
     def __call__(self, *arguments: Any) -> StepResult:
         """`start`, and wait."""

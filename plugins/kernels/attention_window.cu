@@ -43,7 +43,8 @@ DEVICE Query tile_query(int tile, int first_head, int r, int length) {
     return {tile, first_head + r, first_head + r < GROUP};
 }
 
-// The active row that `token` belongs to, or -1. In steps whose rows have equal windows the first look finds it.
+// The active row that `token` belongs to, or -1. In steps whose rows have equal windows, one after the other, the first look
+// finds it.
 DEVICE int find_row(int token, const int* seq_lens, const int* window_starts, const int* window_lens,
                     const int* state_batch_indices, int num_tokens, int num_slots, int max_seq_len, int num_rows,
                     int* error_flag, int* found) {
@@ -58,6 +59,8 @@ DEVICE int find_row(int token, const int* seq_lens, const int* window_starts, co
     if (tid == 0) *found = -1;
     sync_threads();
     for (int b = tid; b < num_rows; b += THREADS) {
+        // Only who reports needs to know more of rows that the token is not in.
+        if (!reports && (u32)token - (u32)window_starts[b] >= (u32)window_lens[b]) continue;
         const Row row = read_row(b, seq_lens, window_starts, window_lens, state_batch_indices, num_tokens, num_slots,
                                  max_seq_len, nullptr, 0, 0);
         if (row.error && reports) atomic_or(error_flag, row.error);

@@ -6,7 +6,7 @@
 //
 // Stamped in: NUM_K_HEADS, NUM_V_HEADS, HEAD_K_DIM, HEAD_V_DIM, ROW_TILES, CTA_ROWS, CTA_WARPS, BUFFER_LEN, MAX_WINDOW,
 // STATE_FORMAT, STOCHASTIC, READOUT_FORMAT, ACTIVATION_FORMAT, U_PLANES, U_FROM_CHECKPOINT, BULK_COPY, MIN_CTAS,
-// EARLY_64THS, LATE_64THS, ORDERED_ROWS, SHARED_BYTES.
+// AHEAD_ROWS, SHARED_BYTES.
 #define HEADS NUM_V_HEADS
 #define GROUPS NUM_K_HEADS
 #define ROWS HEAD_V_DIM
@@ -16,7 +16,6 @@
 #include "gdn_readout_solve.cuh"
 #include "gdn_readout_tiled.cuh"
 #include "readout_parts.cuh"
-#include "row_order.cuh"
 
 #if TILED_WINDOW
 typedef TiledReadout OwnReadout;
@@ -38,7 +37,6 @@ struct Shared {
     alignas(16) activation_t v[WARPS * V_ROWS * V_STRIDE];
     alignas(16) unsigned char block_scales[NVFP4 && !TILED ? WARPS * CTA_ROWS * BLOCK_SCALE_BYTES : 16];
     Gates gates[BLOCK_HEADS];
-    u32 early_rows[MAX_ORDERED_ROWS / 32];
     // Coefficients of the window's u; of TILED rows, what undoes their scales.
     alignas(TILED ? 8 : 4) float pairs[ONE ? 1 : WARPS * (TILED ? CTA_ROWS : QUERIES * WINDOW_ROWS)];
 };
@@ -99,59 +97,40 @@ gdn_readout(
     const auto position_of = [&](int of_slot) {
         return position_in + (offset_of(of_slot, position_stride) + first_part * CTA_TILES);
     };
-    u32 batch_row = blockIdx.y;
-    OwnReadout own_readout;
-    int slot, seq_len, start, length, c;  // c: what the tile's checkpoint position says
-    bool has_slot, readable;
-#if !TILED_WINDOW
-    RawQueries raw_queries;
-#endif
-    u32 raw_a, raw_b;
     const float log_A = has_gates ? A_log[gate_head] : 0.f, bias = has_gates ? dt_bias[gate_head] : 0.f;
 #if AHEAD_ROWS
     const u32 later_row = blockIdx.y + AHEAD_ROWS;
     const int later_slot = thread == THREADS - 32 && later_row < gridDim.y ? state_batch_indices[later_row] : -1;
 #endif
-    for (bool is_placed = !rows_are_ordered();;) {
-        // All that is known before the slot, then all that the slot tells: nothing here waits for more than the slot. The
-        // position goes first: it tells where the history lies.
-        slot = state_batch_indices[batch_row], seq_len = seq_lens[batch_row];
-        start = window_starts[batch_row], length = window_lens[batch_row];
-        has_slot = slot >= 0 && slot < num_slots;
-        const int some_slot = has_slot ? slot : 0;
-        c = *position_of(some_slot);
-        own_readout.load(STATE_ROWS(some_slot).from((int)own_row), own_scales);
-        // The window's v and queries, as far as there are any.
-        readable = start >= 0 && length >= 0 && (long long)start + length <= num_tokens;
-        const int readable_length = !readable ? 0 : length < MAX_WINDOW ? length : MAX_WINDOW;
-        for_window_chunks<CTA_ROWS, 32>(TILED ? MAX_WINDOW : readable_length, lane, [&](int w, int offset) {
-            copy_async_16(own_v + w * V_STRIDE + offset, v + (offset_of(start + w, v_stride) + ((int)own_row + offset)),
-                          !TILED || w < readable_length);
-        });
+    // All that is known before the slot, then all that the slot tells: nothing here waits for more than the slot. The
+    // position goes first: it tells where the history lies.
+    int slot = state_batch_indices[blockIdx.y], seq_len = seq_lens[blockIdx.y];
+    int start = window_starts[blockIdx.y], length = window_lens[blockIdx.y];
+    const bool has_slot = slot >= 0 && slot < num_slots;
+    const int some_slot = has_slot ? slot : 0;
+    int c = *position_of(some_slot);  // what the tile's checkpoint position says
+    OwnReadout own_readout;
+    own_readout.load(STATE_ROWS(some_slot).from((int)own_row), own_scales);
+    // The window's v and queries, as far as there are any.
+    const bool readable = start >= 0 && length >= 0 && (long long)start + length <= num_tokens;
+    const int readable_length = !readable ? 0 : length < MAX_WINDOW ? length : MAX_WINDOW;
+    for_window_chunks<CTA_ROWS, 32>(TILED ? MAX_WINDOW : readable_length, lane, [&](int w, int offset) {
+        copy_async_16(own_v + w * V_STRIDE + offset, v + (offset_of(start + w, v_stride) + ((int)own_row + offset)),
+                      !TILED || w < readable_length);
+    });
 #if TILED_WINDOW
-        PairedQueries::load(shared.queries, q + k_column, q_stride, k + k_column, k_stride, start, readable_length);
+    PairedQueries::load(shared.queries, q + k_column, q_stride, k + k_column, k_stride, start, readable_length);
 #endif
-        copy_async_commit();
-        raw_a = raw_b = 0;
-        if (has_gates && lane < readable_length) {
-            raw_a = a[offset_of(start + lane, a_stride) + gate_head];
-            raw_b = b[offset_of(start + lane, b_stride) + gate_head];
-        }
-#if !TILED_WINDOW
-        raw_queries.load(q + k_column, q_stride, k + k_column, k_stride, start, readable_length);
-#endif
-        if (is_placed || !(batch_row < early_places() || (has_slot && may_fold(seq_len, c, length)))) break;
-        const u32 other = row_at(batch_row, shared.early_rows, [&](u32 row) {
-            const int slot = state_batch_indices[row], seq_len = seq_lens[row], length = window_lens[row];
-            const bool has_slot = slot >= 0 && slot < num_slots;
-            return may_fold(seq_len, *position_of(has_slot ? slot : 0), length) && has_slot;
-        });
-        is_placed = true;
-        if (other == batch_row) break;
-        batch_row = other;
-        copy_async_wait();
-        sync_threads();
+    copy_async_commit();
+    u32 raw_a = 0, raw_b = 0;
+    if (has_gates && lane < readable_length) {
+        raw_a = a[offset_of(start + lane, a_stride) + gate_head];
+        raw_b = b[offset_of(start + lane, b_stride) + gate_head];
     }
+#if !TILED_WINDOW
+    RawQueries raw_queries;
+    raw_queries.load(q + k_column, q_stride, k + k_column, k_stride, start, readable_length);
+#endif
     c = seq_len ? c : 0;
     // The ordinary row, in few instructions; make_row says what is wrong with another.
     if (!(has_slot && readable && length >= 1 && length <= MAX_WINDOW && seq_len >= 0 && seq_len <= max_seq_len - length &&
@@ -258,9 +237,10 @@ gdn_readout(
         sync_threads();
         // An empty history from here on, and the readout as it has been stored.
         // What was known of the row is read again: kept through the fold it would cost registers.
-        hold_until_here(batch_row);
-        slot = state_batch_indices[batch_row], seq_len = seq_lens[batch_row];
-        start = window_starts[batch_row], length = window_lens[batch_row];
+        u32 row_now = blockIdx.y;
+        hold_until_here(row_now);
+        slot = state_batch_indices[row_now], seq_len = seq_lens[row_now];
+        start = window_starts[row_now], length = window_lens[row_now];
         own_readout.load(STATE_ROWS(slot).from(own_row), own_scales);
         history = 0, c = seq_len;
 #if TILED_WINDOW

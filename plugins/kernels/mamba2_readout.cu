@@ -4,8 +4,7 @@
 // and then goes on as if the history had been empty. See plugins/reference/mamba2.py and readout.cuh.
 //
 // Stamped in: NHEADS, HEADDIM, DSTATE, NGROUPS, ROW_TILES, CTA_ROWS, CTA_WARPS, BUFFER_LEN, MAX_WINDOW, STATE_FORMAT,
-// STOCHASTIC, READOUT_FORMAT, ACTIVATION_FORMAT, BULK_COPY, MIN_CTAS, EARLY_FROM, EARLY_MEMBERS, LATE_MEMBERS,
-// LATE_64THS, ORDERED_ROWS, SHARED_BYTES (EARLY_64THS is 0).
+// STOCHASTIC, READOUT_FORMAT, ACTIVATION_FORMAT, BULK_COPY, MIN_CTAS, SHARED_BYTES.
 #define HEADS NHEADS
 #define GROUPS NGROUPS
 #define ROWS HEADDIM
@@ -14,7 +13,6 @@
 #include "mamba2_serial.cuh"
 #include "mamba2_readout_fold.cuh"
 #include "readout_parts.cuh"
-#include "row_order.cuh"
 
 struct WindowArea {
     alignas(16) u16 half_C[QUERY_ROWS * KEY_STRIDE + 8];
@@ -28,7 +26,6 @@ struct Shared {
         WindowArea window;
         uint4 fold_keys[FOLD_KEYS_SIZE / 16];
     };
-    u32 row_index;
     alignas(8) u64 barrier;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "plugins/geometry.py computes the size of the dynamic shared memory");
@@ -54,26 +51,12 @@ mamba2_readout(
     const auto position_of = [&](int of_slot) {
         return position_in[offset_of(of_slot, position_stride) + (int)blockIdx.x * (WARPS * CTA_TILES)];
     };
-    const auto folds_early = [&](u32 row) {
-        const int slot = state_batch_indices[row], seq_len = seq_lens[row], length = window_lens[row];
-        const bool has_slot = slot >= 0 && slot < num_slots;
-        return may_fold(seq_len, position_of(has_slot ? slot : 0), length) && has_slot;
-    };
-    u32 row_index = blockIdx.y;
-    // One number, because registers are scarce: a late place does not look for its row until its own is known to fold.
-    enum { LOOKING, LATE, PLACED, FLUSHED };
-    int phase = PLACED;
-    if (EARLY_MEMBERS > 0 && is_early_in_set(row_index)) phase = LOOKING;
-    else if (EARLY_MEMBERS > 0 && row_index >= first_late_in_set()) phase = LATE;
-    // Once; a second time after a flush, from what it stored: kept through the fold, values would cost registers. And once
-    // more for a row that was looked for late.
+    bool flushed = false;
+    // Once; a second time after a flush, from what it stored: kept through the fold, values would cost registers.
 #pragma unroll 1
     for (;;) {
-        if (EARLY_MEMBERS > 0 && phase == LOOKING) phase = PLACED, row_index = row_in_set(row_index, folds_early);
-        const bool flushed = phase == FLUSHED;
-        if (EARLY_MEMBERS > 0 && flushed) row_index = shared.row_index;
-        u32 thread = threadIdx.x;  // unsigned, so that dividing it takes one instruction
-        hold_until_here(thread);
+        u32 thread = threadIdx.x, row_index = blockIdx.y;  // unsigned, so that dividing it takes one instruction
+        hold_until_here(thread), hold_until_here(row_index);
         const int tid = (int)thread, lane = (int)(thread % 32), warp = (int)(thread / 32);
         const int g = (int)(thread % 32 / 4), t = (int)(thread % 4);
         // A part is the CTA_ROWS rows of a head that a warp owns; rows count through all heads. A lane holds the scalars of
@@ -94,10 +77,6 @@ mamba2_readout(
         if (has_slot) {
             position_now = flushed ? seq_len : position_of(slot);
             row_scales.load(STATE_ROWS(slot).from(own_row));
-        }
-        if (EARLY_MEMBERS > 0 && phase == LATE && has_slot && may_fold(seq_len, position_now, window_length)) {
-            phase = LOOKING;
-            continue;
         }
         const int c = seq_len ? position_now : 0;
         // What make_row finds of a row with a window, in fewer instructions.
@@ -223,7 +202,6 @@ mamba2_readout(
             const activation_t* tokens = (const activation_t*)shared.tile;
             if constexpr (FOLDS_COLUMNS) build_column_keys<TOKEN_STRIDE>(shared.fold_keys, tokens);
             else build_fold_keys<TOKEN_STRIDE>(shared.fold_keys, tokens);
-            if (EARLY_MEMBERS > 0 && tid == 0) shared.row_index = row_index;
             sync_threads();
             // Weights in shared memory, because registers are scarce in a fold.
             if (lane < TOKEN_ROWS) *fold_weights(shared.x, lane) = weight;
@@ -260,7 +238,7 @@ mamba2_readout(
                 readout_store_own(shared.tile, warp * CTA_ROWS, STATE_ROWS(slot).from(own_row));
             }
             sync_threads();
-            phase = FLUSHED;
+            flushed = true;
             continue;
         }
 

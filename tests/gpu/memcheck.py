@@ -78,5 +78,5 @@ if __name__ == "__main__":
     print("packed products", flush=True)
     # Kernels between products and around captured steps: their tests are as small.
     tests = Path(__file__).parents[1] / "plugins"
-    files = [str(tests / f"test_{name}.py") for name in ("elementwise", "step_ends", "routing", "state")]
+    files = [str(tests / f"test_{name}.py") for name in ("elementwise", "row_order", "step_ends", "routing", "state")]
     sys.exit(pytest.main([*files, "-m", "gpu", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]))

@@ -218,9 +218,9 @@ def test_nan_stays_in_its_row(case: str) -> None:
 
 
 @pytest.mark.parametrize("heads", [4, 20])
-def test_attention_does_not_depend_on_the_tile(heads: int, monkeypatch) -> None:
-    """Tiles of 8 and of 16 queries: every output is the same sums in the same order. Contexts of some tiles of keys,
-    and windows that take two tiles of 8 and more heads than one holds."""
+def test_attention_does_not_depend_on_tiles_or_the_order_of_rows(heads: int, monkeypatch) -> None:
+    """Tiles of 8 and of 16 queries, and rows in any order: every output is the same sums in the same order. Contexts of
+    some tiles of keys, and windows that take two tiles of 8 and more heads than one holds."""
     geometry = AttentionGeometry(2, 48)
     state = allocate_state(geometry, ReplaySettings(max_window=3, max_seq_len=160), 3)
     for cache in state.tensors.values():
@@ -228,10 +228,10 @@ def test_attention_does_not_depend_on_the_tile(heads: int, monkeypatch) -> None:
     q, k, v = (torch.randn(5, count, 48).bfloat16() for count in (heads, 2, 2))
     index = [torch.tensor(values, dtype=torch.int32) for values in ([150, 20], [0, 3], [3, 2], [2, 0])]
     outs = []
-    for queries in (8, 16):
+    for queries, rows in ((8, index), (16, index), (8, [values.flip(0) for values in index])):
         monkeypatch.setattr(geo, "attention_queries", lambda *call, queries=queries: queries)
-        outs.append(Emulated(90).attention_window(q, k, v, to_device(state, "cpu"), *index, 48**-0.5))
+        outs.append(Emulated(90).attention_window(q, k, v, to_device(state, "cpu"), *rows, 48**-0.5))
     assert torch.isfinite(outs[0]).all()
-    assert torch.equal(*outs)
+    assert all(torch.equal(outs[0], out) for out in outs[1:])
     expected = reference.attention_window(q, k, v, state, *index, 48**-0.5)
     assert torch.allclose(outs[0].float(), expected.float(), rtol=2**-7, atol=2**-9), "a unit of bf16"

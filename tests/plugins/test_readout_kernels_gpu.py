@@ -9,9 +9,7 @@ import torch
 from replayssm.plugins import geometry as geo
 from replayssm.plugins import launch
 from replayssm.plugins.contract import GdnGeometry, Mamba2Geometry
-from replayssm.plugins.readout_geometry import readout_config
 from replayssm.plugins.settings import ReplaySettings
-from replayssm.plugins.state import LayerState
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 from readout_steps import assert_same_bytes, exact_steps, format_settings
@@ -139,46 +137,6 @@ def test_repeated_step_is_bit_equal(case: str) -> None:
         assert torch.equal(first, steps.run(launch, state, call))
         for name, tensor in state.tensors.items():
             assert torch.equal(tensor.view(torch.uint8), kept[name].view(torch.uint8)), name
-
-
-class Ordered:
-    """Launches of at least `rows` rows let those that may fold begin early; the code differs in that number alone.
-
-    Sums in code without the search may be contracted differently.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-
-    def _config(self, args):
-        state = next(arg for arg in args if isinstance(arg, LayerState))
-        arch = launch.device_arch(args[0].device)
-        early = 16 if state.geometry.kind == "gdn" else None
-        return readout_config(state.geometry, state.settings, arch, early_64ths=early, ordered_rows=self.rows)
-
-    def gdn_window(self, *args) -> torch.Tensor:
-        return launch.gdn_window(*args, config=self._config(args))
-
-    def mamba2_window(self, *args) -> torch.Tensor:
-        return launch.mamba2_window(*args, config=self._config(args))
-
-
-@pytest.mark.parametrize("geometry", [GdnGeometry(2, 8, 128, 128), Mamba2Geometry(8, 64, 128, 1)])
-@pytest.mark.parametrize("window", [1, 5])
-def test_rows_that_may_fold_begin_first(geometry, window: int) -> None:
-    """Many rows that change places while others fold: each is worked on once, and with the same result."""
-    settings = ReplaySettings(max_window=window, readout_dtype="nvfp4", **FP16)
-    results = []
-    for implementation in (Ordered(64), Ordered(1024)):
-        steps = Steps(geometry, settings, 310, 300, 4, "cuda:0")
-        state, outputs = steps.pool(), []
-        for _ in range(30):
-            call = steps.next_call()
-            out = steps.run(implementation, state, call)
-            outputs += [out[start : start + length] for start, length in zip(call.starts, call.lengths, strict=True)]
-        results.append([*outputs, *(tensor.view(torch.uint8) for tensor in state.tensors.values())])
-    for ordered, plain in zip(*results, strict=True):
-        assert torch.equal(ordered, plain)
 
 
 @pytest.mark.parametrize("case", ["super120b-decode", "qwen122b-decode"])

@@ -12,6 +12,18 @@ WAIT_S = 30
 LAYOUTS = ("nano", "super", "qwen", "qwen_moe")
 
 
+@pytest.fixture
+def folding_rows_first(monkeypatch):
+    """However few rows a captured step has, and whatever its states' formats, those that fold come first."""
+    from replayssm.plugins import row_order
+
+    def orderable(states):
+        return next((state for state in states.values() if "checkpoint_position" in state.tensors), None)
+
+    monkeypatch.setattr(row_order, "ORDERED_ROWS", 1)
+    monkeypatch.setattr(row_order, "orderable", orderable)
+
+
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_checkpoint, tmp_path_factory):
     """`tiny_engine(layout, **build_options)` -> Engine, built once. The default dtype is float64: there, differences of

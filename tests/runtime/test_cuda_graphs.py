@@ -24,6 +24,9 @@ CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 """float64 logits of order 1: sums in another order differ by some 1e-15."""
 
 
+pytestmark = pytest.mark.usefixtures("folding_rows_first")
+
+
 def random_tokens(count: int, seed: int = 0) -> list[int]:
     choose = random.Random(seed)
     return [choose.randrange(300) for _ in range(count)]

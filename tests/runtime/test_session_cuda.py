@@ -26,6 +26,9 @@ GAP = 0.5
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
+pytestmark = pytest.mark.usefixtures("folding_rows_first")
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     """`engine(name, **build_options)`, built once."""
