@@ -232,12 +232,14 @@ def run(
     formats: list[str],
     tune: bool = False,
     directory: Path | None = None,
+    with_peers: bool = True,
 ) -> None:
     """All figures of some geometries, each variant checked first.
 
     tune: try all rows per block at the first batch size and use the fastest, rather than those of the launch tables.
     formats: state_dtype, or state_dtype:state_rounding:readout_dtype. With a readout, ceilings are those of its size;
     the plain baseline and peers keep fp32, with ceilings of that size.
+    with_peers: False where this process has measured them for other formats of ours.
     """
     results = Results(benchmark, directory)
     pool = torch.randn(544 << 20, device="cuda")
@@ -273,7 +275,7 @@ def run(
                     measure(
                         results, name, plain, batch, window, "flush", advance, plain_limit, plain_ok, variant="plain"
                     )
-                    if state_dtype == "float32" or has_copy:
+                    if with_peers and (state_dtype == "float32" or has_copy):
                         native = measure_peers if window == 1 else measure_native_peers
                         known = native(results, name, batch, window, plain_limit, known)
                         if isinstance(GEOMETRIES[name], Mamba2Geometry) and not has_copy:
