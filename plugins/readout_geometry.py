@@ -27,8 +27,11 @@ REGISTERS_OF_MAMBA2 = 80
 
 REGISTERS_OF_GDN = 96
 """The same, H200, qwen4b, by blocks of a multiprocessor: decode 4: 69.5 us, 5: 68.7, 6: 73.2 (spilling in the flush);
-without a flush 47.2, 45.0, 45.1. Windows of five 4: 115.3, 5: 114.0, 6: 118.2 (spilling), without a flush 62.5, 58.4,
-57.1; qwen122b 219.6, 218.1, 220.8 and 120.9, 113.4, 111.5."""
+without a flush 47.2, 45.0, 45.1."""
+
+REGISTERS_OF_WINDOWS = 80
+"""The same, of windows of kernels/gdn_readout_tiled.cuh. H200, windows of five of qwen4b, rows that fold first, by
+blocks of a multiprocessor 5: 103.6 us, 6: 104.5; without a flush 58.9 and 57.1."""
 
 AHEAD_ROWS_OF_WINDOWS = 24
 """Rows by which a block of kernels/gdn_readout_tiled.cuh asks ahead for checkpoint positions. H200, windows of five, 24
@@ -62,7 +65,7 @@ def readout_config(
         (count, warps)
         for warps in ([cta_warps] if cta_warps else range(1, WARPS + 1))
         for count in geo.row_candidates(rows, geometry.row_tiles)
-        if count <= (cta_rows or _default_rows(geometry))
+        if count <= (cta_rows or _default_rows(geometry, settings, arch, embedded))
         and cta_rows in (None, count)
         and geometry.heads_per_group * (rows // count) % warps == 0
         and _shared_bytes(geometry, settings, count, warps) <= capacity
@@ -128,12 +131,23 @@ def _registers_wanted(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySe
     if geometry.kind == "mamba2":
         # Windows of parts of 80 rows spill: H200, nano4b, 6 blocks 172.1 us, 5 blocks 161.7.
         return 96 if settings.max_window > 1 and geometry.state_shape[1] > 64 else REGISTERS_OF_MAMBA2
-    return REGISTERS_OF_GDN if tiled or settings.max_window == 1 else REGISTERS_WANTED
+    if tiled:
+        return REGISTERS_OF_WINDOWS
+    return REGISTERS_OF_GDN if settings.max_window == 1 else REGISTERS_WANTED
 
 
-def _default_rows(geometry: Mamba2Geometry | GdnGeometry) -> int:
-    """Rows of a warp: a head of Mamba2; of GDN, whose heads are larger and whose warps do more for each row, less."""
-    return 96 if geometry.kind == "mamba2" else 64
+def _default_rows(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, arch: int, embedded: bool) -> int:
+    """Rows of a warp: a head of Mamba2; of GDN, whose heads are larger and whose warps do more for each row, less.
+
+    Windows of kernels/gdn_readout_tiled.cuh take a head where a group has one for every warp. H200, windows of five, 64
+    and 128 rows, rows that fold first: qwen122b 201.3 and 193.7 us, without a flush 109.1 and 108.4; qwen4b, where that
+    leaves two warps a block, 104.5 and 105.4, 57.1 and 61.7.
+    """
+    rows = geometry.state_shape[1]
+    if geometry.kind == "mamba2":
+        return 96
+    tiled = _is_tiled(geometry, settings, rows) and geometry.heads_per_group >= WARPS
+    return rows if tiled and rows <= 128 and settings.buffer_len <= 16 and arch == 90 and not embedded else 64
 
 
 def _shared_bytes(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettings, cta_rows: int, warps: int) -> int:
@@ -164,10 +178,9 @@ def _shared_bytes(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettin
     total = area + round_up(max(warps * settings.u_planes[0] * tokens * own, stage - area), 16)
     total += (tokens + 2 * window) * (columns + 8) * 2 + 2 * window * key
     total += warps * (min(window + 1, 8) * (cta_rows + 8) if tiled else window * cta_rows) * 2
-    if tiled:  # SharedCoefficients
+    if tiled:  # window_coefficients
         parts = rows // cta_rows
-        heads = warps // parts if parts > 1 and warps % parts == 0 else 1
-        total += heads * (tokens // 16 * 1024 + 512)
+        total += (warps // parts if warps % parts == 0 else warps) * 512
     total += warps * cta_rows * scale_bytes if nvfp4 and not tiled else 16
     gates = tokens + 3 * window + 1 + (window * window if window > 1 else 1)
     total += _block_heads(rows // cta_rows, warps) * gates * 4

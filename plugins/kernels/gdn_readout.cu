@@ -32,7 +32,7 @@ struct Shared {
     alignas(16) activation_t queries[QUERIES * TOKEN_STRIDE];
     alignas(16) u16 half_queries[QUERIES * KEY_STRIDE];
 #if TILED_WINDOW
-    SharedCoefficients coefficients[SHARED_COEFFICIENTS ? BLOCK_HEADS : 1];
+    uint4 window_coefficients[WINDOW_SHARES][32];
 #endif
     alignas(16) activation_t v[WARPS * V_ROWS * V_STRIDE];
     alignas(16) unsigned char block_scales[NVFP4 && !TILED ? WARPS * CTA_ROWS * BLOCK_SCALE_BYTES : 16];
@@ -89,9 +89,10 @@ gdn_readout(
     const int u_column = head * U_PLANES * ROWS + first_row, tile_index = part * CTA_TILES;
     const bool first_of_group = first_index % (CTAS_PER_HEAD * HEADS_PER_GROUP) == 0;
 
-    const int first_head = first_index / CTAS_PER_HEAD, gate_head = first_head + WARPS - 1 - warp;
-    // The last warps have the gates of a head each, while the first ones normalise queries.
-    const bool has_gates = gate_head <= (int)(first_index + WARPS - 1) / CTAS_PER_HEAD;
+    // The last warps have the gates of a head or two each, while the first ones normalise queries.
+    const int first_head = first_index / CTAS_PER_HEAD, gate_lane = lane % GATE_LANES;
+    const int gate_head = first_head + (GATE_LANES == 16 ? lane / 16 : WARPS - 1 - warp);
+    const bool has_gates = GATE_LANES == 16 ? warp == WARPS - 1 : gate_head <= (int)(first_index + WARPS - 1) / CTAS_PER_HEAD;
     unsigned char* own_scales = shared.block_scales + (NVFP4 && !TILED ? warp * (CTA_ROWS * BLOCK_SCALE_BYTES) : 0);
     activation_t* own_v = shared.v + warp * (V_ROWS * V_STRIDE);
     const auto position_of = [&](int of_slot) {
@@ -109,6 +110,9 @@ gdn_readout(
     const bool has_slot = slot >= 0 && slot < num_slots;
     const int some_slot = has_slot ? slot : 0;
     int c = *position_of(some_slot);  // what the tile's checkpoint position says
+#if TILED_WINDOW
+    sync_warp();  // the compiler would put copies before these reads, for which all others wait
+#endif
     OwnReadout own_readout;
     own_readout.load(STATE_ROWS(some_slot).from((int)own_row), own_scales);
     // The window's v and queries, as far as there are any.
@@ -123,9 +127,9 @@ gdn_readout(
 #endif
     copy_async_commit();
     u32 raw_a = 0, raw_b = 0;
-    if (has_gates && lane < readable_length) {
-        raw_a = a[offset_of(start + lane, a_stride) + gate_head];
-        raw_b = b[offset_of(start + lane, b_stride) + gate_head];
+    if (has_gates && gate_lane < readable_length) {
+        raw_a = a[offset_of(start + gate_lane, a_stride) + gate_head];
+        raw_b = b[offset_of(start + gate_lane, b_stride) + gate_head];
     }
 #if !TILED_WINDOW
     RawQueries raw_queries;
@@ -168,8 +172,8 @@ gdn_readout(
     u16* own_u = shared.u + warp * U_SIZE;
     stage_u(own_u, ring_u_in + (offset_of(slot, ring_u_stride) + u_column), first_entry, history);
     float g_past = 0.f;
-    if (has_gates && lane < history)
-        g_past = ring_g_in[offset_of(slot, ring_g_stride) + (wrapped(first_entry + lane) * HEADS + gate_head)];
+    if (has_gates && gate_lane < history)
+        g_past = ring_g_in[offset_of(slot, ring_g_stride) + (wrapped(first_entry + gate_lane) * HEADS + gate_head)];
     stage_history<COLUMNS, TOKEN_STRIDE, GROUPS * COLUMNS, THREADS>(
         shared.k, ring_k_in + (offset_of(slot, ring_k_stride) + k_column), first_entry, history, history, tid);
     if (flush && c > 0 && lane == 0)
@@ -188,15 +192,24 @@ gdn_readout(
     raw_queries.normalize(shared.queries, shared.half_queries);
 #endif
     float g_new = 0.f;
-    if (has_gates && lane < length) {
+    if (has_gates && gate_lane < length) {
         g_new = -expf(log_A) * softplus(activation_to_float(raw_a) + bias);
-        if (!TILED) shared.gates[gate_head - first_head].beta[lane] = sigmoid(activation_to_float(raw_b));
+        if (!TILED) shared.gates[gate_head - first_head].beta[gate_lane] = sigmoid(activation_to_float(raw_b));
         if (gate_head * CTAS_PER_HEAD >= first_part)
-            ring_g[offset_of(slot, ring_g_stride) + (wrapped((u32)seq_len % RING_LEN + lane) * HEADS + gate_head)] = g_new;
+            ring_g[offset_of(slot, ring_g_stride) + (wrapped((u32)seq_len % RING_LEN + gate_lane) * HEADS + gate_head)] = g_new;
     }
 #if TILED_WINDOW
-    if (has_gates && lane < MAX_WINDOW)
-        shared.gates[gate_head - first_head].beta[lane] = lane < length ? sigmoid(activation_to_float(raw_b)) : 0.f;
+    if (has_gates && gate_lane < MAX_WINDOW)
+        shared.gates[gate_head - first_head].beta[gate_lane] =
+            gate_lane < length ? sigmoid_side_by_side(activation_to_float(raw_b)) : 0.f;
+    float g_sum = 0.f;
+    if (has_gates) g_sum = shared.gates[gate_head - first_head].scan_window(g_new);
+    // What the window's own tokens take needs no history, which is still on its way.
+    sync_threads();
+    TiledQueries state_queries;
+    state_queries.set(shared.half_queries);
+    if (computes_window())
+        TiledCoefficients::of_window(shared.queries, shared.gates[head - first_head], shared.window_coefficients[window_share()]);
 #else
     // The state's products need neither the history nor the gates, which are still on their way.
     copy_async_commit();
@@ -213,7 +226,11 @@ gdn_readout(
         // Held back, or else a comparison with it is kept in a register from further up.
         u32 history_now = history;
         hold_until_here(history_now);
+#if TILED_WINDOW
+        shared.gates[gate_head - first_head].scan_past(g_past, g_sum, (int)history_now);
+#else
         shared.gates[gate_head - first_head].scan(g_past, g_new, (int)history_now);
+#endif
     }
     copy_async_wait();
     sync_threads();
@@ -246,6 +263,7 @@ gdn_readout(
 #if TILED_WINDOW
         own_readout.store_units(own_units, true);
         sync_warp();
+        state_queries.set(shared.half_queries);  // computed again, not kept through the fold
 #else
         for (int i = lane; i < U_SIZE / 8; i += 32) ((uint4*)own_u)[i] = make_uint4(0, 0, 0, 0);
         copy_async_wait();
@@ -273,15 +291,12 @@ gdn_readout(
     if (is_folded && lane < CTA_TILES)
         position[offset_of((int)slot_now, position_stride) + index_now * CTA_TILES + lane] = seq_len;
 
-    const bool has_state = c > 0;
 #if TILED_WINDOW
     TiledCoefficients coefficients;
     coefficients.compute(shared.queries, shared.k, gates, flush ? gates.window : gates.all, history,
-                         shared.coefficients + thread_now / 32 / CTAS_PER_HEAD);
-    TiledQueries queries;
-    queries.set(shared.half_queries);
-    solve_tiled(own_readout.first, STATE_ROWS((int)slot_now).from(index_now * CTA_ROWS),
-                TiledPlaces(own_units, own_v, own_u), queries, coefficients, history, has_state);
+                         shared.window_coefficients[window_share()]);
+    solve_tiled(own_readout, STATE_ROWS((int)slot_now).from(index_now * CTA_ROWS), state_queries,
+                TiledPlaces(own_units, own_v, own_u), coefficients, history, c > 0);
     sync_warp();
     let_next_grid_start();
     const long long own_place = offset_of((int)slot_now, ring_u_stride) +
@@ -300,6 +315,7 @@ gdn_readout(
     float* pairs = shared.pairs + (ONE ? 0 : warp * QUERIES * WINDOW_ROWS);
     Coefficients coefficients;
     coefficients.compute(scores, gates, pairs, history);
+    const bool has_state = c > 0;
     Sums sums;
     sums.compute(stage, products, flush ? gates.window : gates.all, has_state, own_u, coefficients);
     sync_warp();

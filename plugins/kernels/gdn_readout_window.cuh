@@ -23,6 +23,11 @@ constexpr int BLOCK_HEADS = WARPS % CTAS_PER_HEAD == 0 ? WARPS / CTAS_PER_HEAD
                             : CTAS_PER_HEAD % WARPS == 0 ? 1
                                                          : (WARPS + CTAS_PER_HEAD - 2) / CTAS_PER_HEAD + 1;
 
+// Lanes of a warp that have a head's gates, and warps that have those of a block: the last ones.
+constexpr int GATE_LANES =
+    TILED && BLOCK_HEADS == 2 && WARPS % CTAS_PER_HEAD == 0 && WARPS > 1 && MAX_HISTORY <= 16 ? 16 : 32;
+constexpr int GATE_WARPS = GATE_LANES == 16 ? 1 : BLOCK_HEADS;
+
 // Whether there are rows 16 m + 8 half + g.
 DEVICE constexpr bool rows_exist(int m, int half) { return 2 * m + half < ROW_GROUPS; }
 
@@ -89,78 +94,6 @@ struct RawQueries {
     }
 };
 
-// The same for TILED, on their way through the place where they stay: q of a token in the lower half of a warp, its k in the
-// upper one.
-struct PairedQueries {
-    // The first warps have them, where the last ones have the gates.
-    static constexpr int OWNERS = WARPS > BLOCK_HEADS ? WARPS - BLOCK_HEADS : WARPS;
-    static constexpr int COUNT = (MAX_WINDOW + OWNERS - 1) / OWNERS, CHUNKS = (COLUMNS + 127) / 128;
-
-    // body(token, place of the lane's 16 bytes, column) for all that the warp has.
-    template <class Body>
-    static DEVICE_MEMBER void for_all(activation_t* queries, const Body& body) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            const int w = i * OWNERS + warp;
-            if (warp >= OWNERS || w >= MAX_WINDOW) break;  // all of the warp
-            body(w, queries + ((lane < 16 ? 0 : MAX_WINDOW) + w) * TOKEN_STRIDE + lane % 16 * 8);
-        }
-    }
-    static DEVICE_MEMBER bool exists(int chunk) {
-        return COLUMNS % 128 == 0 || 128 * chunk + (int)threadIdx.x % 16 * 8 < COLUMNS;
-    }
-    static DEVICE_MEMBER void load(activation_t* queries, const activation_t* q, int q_stride, const activation_t* k, int k_stride,
-                                   int start, int length) {
-        const int lane = threadIdx.x % 32;
-        const activation_t* from = (lane < 16 ? q : k) + lane % 16 * 8;
-        const int stride = lane < 16 ? q_stride : k_stride;
-        for_all(queries, [&](int w, activation_t* to) {
-#pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; chunk++)
-                if (exists(chunk))
-                    copy_async_16(to + 128 * chunk, from + (offset_of(start + w, stride) + 128 * chunk), w < length);
-        });
-    }
-    // half_queries: a lane's words of k and q of a token beside each other, k, q, and both again two columns further on.
-    static DEVICE_MEMBER void normalize(activation_t* queries, u16* half_queries) {
-        const int lane = threadIdx.x % 32;
-        const bool is_k = lane >= 16;
-        for_all(queries, [&](int w, activation_t* place) {
-            float sum = 0.f, values[CHUNKS][8];
-#pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; chunk++) {
-                const uint4 raw = exists(chunk) ? *(const uint4*)(place + 128 * chunk) : make_uint4(0, 0, 0, 0);
-                const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-                for (int e = 0; e < 8; e++) {
-                    values[chunk][e] = e % 2 ? activation_high(words[e / 2]) : activation_low(words[e / 2]);
-                    sum = multiply_add(values[chunk][e], values[chunk][e], sum);
-                }
-            }
-#pragma unroll
-            for (int mask = 8; mask; mask /= 2) sum += shuffle_xor(sum, mask);
-            const float scale = rsqrtf(sum + L2_NORM_EPS);
-#pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; chunk++) {
-                u32 words[4], half[4];
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    words[e] = pack_activation(values[chunk][2 * e] * scale, values[chunk][2 * e + 1] * scale);
-                    half[e] = pack_fp16(activation_low(words[e]) * QUERY_UPSCALE, activation_high(words[e]) * QUERY_UPSCALE);
-                }
-                const float first = shuffle_xor(bits_to_float(is_k ? half[0] : half[2]), 16);
-                const float second = shuffle_xor(bits_to_float(is_k ? half[1] : half[3]), 16);
-                const u32 other[2] = {float_to_bits(first), float_to_bits(second)};
-                if (!exists(chunk)) continue;
-                *(uint4*)(place + 128 * chunk) = make_uint4(words[0], words[1], words[2], words[3]);
-                *(uint4*)(half_queries + w * (2 * KEY_STRIDE) + 2 * (128 * chunk + lane % 16 * 8) + (is_k ? 8 : 0)) =
-                    is_k ? make_uint4(half[2], other[0], half[3], other[1]) : make_uint4(other[0], half[0], other[1], half[1]);
-            }
-        });
-    }
-};
-
 // ---------------------------------------------------------------------------------------------------------- gates
 
 // Of one head, in shared memory.
@@ -172,33 +105,63 @@ struct Gates {
     float history;  // decay of the history
     float own[ONE ? 1 : MAX_WINDOW * MAX_WINDOW];  // [w][j]: decay of window token j at token w >= j
 
-    // Lane k passes the log decay g of history token k (zero beyond it), lane w that of window token w. Every sum runs over
-    // its own terms: differences of one running sum would cancel. Leaves beta alone.
+    // Lane k of the head's passes the log decay g of history token k (zero beyond it), lane w that of window token w. Every
+    // sum runs over its own terms: differences of one running sum would cancel. Leaves beta alone.
     DEVICE_MEMBER void scan(float g_past, float g_new, int history) {
-        const int lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % GATE_LANES, first_lane = threadIdx.x % 32 - lane;
         float suffix = g_past, sum = g_new;
+        add_later(suffix);
+        add_earlier(sum);
+        const float behind = shuffle_down(suffix, 1);
+        if (lane < TOKEN_ROWS) past[lane] = lane < history ? decay_of(lane < GATE_LANES - 1 ? behind : 0.f) : 0.f;
+        const float total = shuffle_from(suffix, first_lane);
+        if (lane < MAX_WINDOW) window[lane] = decay_of(sum), all[lane] = decay_of(total + sum);
+        if (lane == 0) this->history = decay_of(total);
+        if constexpr (!ONE) store_own(sum);
+    }
+    // The same in two: first what needs no history, which returns the lane's sum for the second.
+    DEVICE_MEMBER float scan_window(float g_new) {
+        float sum = g_new;
+        add_earlier(sum);
+        if (threadIdx.x % GATE_LANES < MAX_WINDOW) window[threadIdx.x % GATE_LANES] = decay_of(sum);
+        store_own(sum);
+        return sum;
+    }
+    DEVICE_MEMBER void scan_past(float g_past, float sum, int history) {
+        const int lane = threadIdx.x % GATE_LANES, first_lane = threadIdx.x % 32 - lane;
+        float suffix = g_past;
+        add_later(suffix);
+        const float behind = shuffle_down(suffix, 1), total = shuffle_from(suffix, first_lane);
+        if (lane < TOKEN_ROWS) past[lane] = lane < history ? decay_of(lane < GATE_LANES - 1 ? behind : 0.f) : 0.f;
+        if (lane < MAX_WINDOW) all[lane] = decay_of(total + sum);
+        if (lane == 0) this->history = decay_of(total);
+    }
+
+    static DEVICE_MEMBER void add_later(float& suffix) {
+        const int lane = threadIdx.x % GATE_LANES;
 #pragma unroll
         for (int delta = 1; delta < MAX_HISTORY; delta *= 2) {
             const float after = shuffle_down(suffix, delta);
-            if (lane + delta < 32) suffix += after;
+            if (lane + delta < GATE_LANES) suffix += after;
         }
+    }
+    static DEVICE_MEMBER void add_earlier(float& sum) {
+        const int lane = threadIdx.x % GATE_LANES;
 #pragma unroll
         for (int delta = 1; delta < MAX_WINDOW; delta *= 2) {
             const float before = shuffle_up(sum, delta);
             if (lane >= delta) sum += before;
         }
-        const float behind = shuffle_down(suffix, 1);
-        if (lane < TOKEN_ROWS) past[lane] = lane < history ? decay_of(lane < 31 ? behind : 0.f) : 0.f;
-        const float total = shuffle_from(suffix, 0);
-        if (lane < MAX_WINDOW) window[lane] = decay_of(sum), all[lane] = decay_of(total + sum);
-        if (lane == 0) this->history = decay_of(total);
-        if constexpr (!ONE)
+    }
+    DEVICE_MEMBER void store_own(float sum) {
+        const int lane = threadIdx.x % GATE_LANES, first_lane = threadIdx.x % 32 - lane;
 #pragma unroll
-            for (int first = 0; first < MAX_WINDOW * MAX_WINDOW; first += 32) {
-                const int i = first + lane;
-                const float later = shuffle_from(sum, i / MAX_WINDOW % 32), before = shuffle_from(sum, i % MAX_WINDOW);
-                if (i < MAX_WINDOW * MAX_WINDOW) own[i] = decay_of(later - before);
-            }
+        for (int first = 0; first < MAX_WINDOW * MAX_WINDOW; first += GATE_LANES) {
+            const int i = first + lane;
+            const float later = shuffle_from(sum, first_lane + i / MAX_WINDOW % GATE_LANES);
+            const float before = shuffle_from(sum, first_lane + i % MAX_WINDOW);
+            if (i < MAX_WINDOW * MAX_WINDOW) own[i] = decay_of(later - before);
+        }
     }
 };
 
@@ -252,10 +215,9 @@ struct Scores {
 
 constexpr int U_SIZE = U_PLANES * TOKEN_ROWS * OWN_STRIDE;  // u of a warp's rows: [plane][token][row]
 
-// Whether half of a step of the matrix unit holds the history, which then is too short to be folded.
-DEVICE bool is_short_history(int history) {
-    return TILED && TOKEN_STEPS == 1 && BUFFER_LEN >= 8 + MAX_WINDOW && history <= 8;
-}
+// Where a history is short if half of a step of the matrix unit holds it: it then is too short to be folded.
+constexpr bool SHORT_HISTORIES = TILED && TOKEN_STEPS == 1 && BUFFER_LEN >= 8 + MAX_WINDOW;
+DEVICE bool is_short_history(int history) { return SHORT_HISTORIES && history <= 8; }
 
 // Copies u of the history for the warp's rows; zeros beyond it, a short one's to eight. ring: of the slot, at the warp's first
 // row.

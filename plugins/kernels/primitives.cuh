@@ -532,15 +532,16 @@ DEVICE const T* advance(const T* pointer, u32 index, u32 bytes) {
     asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(result) : "r"(index), "r"(bytes), "l"(pointer));
     return result;
 }
+// Stores 16 bytes of global memory if `wanted`, without a branch.
+DEVICE void store_if(bool wanted, void* global, uint4 value) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1,%2,%3,%4};\n}" ::"l"(global),
+                 "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"((int)wanted)
+                 : "memory");
+}
 DEVICE void sync_threads() { __syncthreads(); }
 // The same for the `threads` threads that name `barrier` (1 to 15).
 DEVICE void sync_group(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-// The same of a barrier that is known when the kernel is compiled.
-template <int BARRIER, int COUNT>
-DEVICE void sync_fixed_group() {
-    asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(COUNT) : "memory");
 }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void atomic_or(int* address, int value) { atomicOr(address, value); }

@@ -40,7 +40,7 @@ CASES = [
     ),
     (GdnGeometry(1, 4, 128, 128), ReplaySettings(buffer_len=2, state_dtype="float16", readout_dtype="float8")),
     (GdnGeometry(1, 2, 128, 128), ReplaySettings(buffer_len=4, max_window=2, **READOUT)),
-    (GdnGeometry(1, 2, 64, 64), ReplaySettings(buffer_len=13, max_window=5, u_format="bfloat16", **READOUT)),
+    (GdnGeometry(1, 2, 64, 128), ReplaySettings(buffer_len=13, max_window=5, **READOUT)),
 ]
 
 PREFILL_CASES = [

@@ -65,7 +65,7 @@ CASES = {
         90,
     ),
     "gdn-nvfp4-verify5": (
-        GdnGeometry(1, 1, 64, 128),
+        GdnGeometry(1, 2, 64, 128),
         {"max_window": 5, "buffer_len": 13, "state_dtype": "float16", "readout_dtype": "nvfp4", **STOCHASTIC},
         90,
     ),

@@ -30,6 +30,7 @@ CASES = {
     "nano4b-decode": (NANO, {"readout_dtype": "nvfp4", **FP16}),
     "qwen122b-decode": (QWEN122B, {"readout_dtype": "nvfp4", **FP16}),
     "qwen4b-verify5": (QWEN4B, {"max_window": 5, "readout_dtype": "nvfp4", **FP16}),
+    "qwen122b-verify5": (QWEN122B, {"max_window": 5, "readout_dtype": "nvfp4", **FP16}),
     "gdn-verify8": (
         GdnGeometry(2, 4, 96, 64),
         {"max_window": 8, "buffer_len": 20, "activation_dtype": "float16", "u_format": "bfloat16"}

@@ -236,6 +236,9 @@ DEVICE void prefetch_sector(const void* global, bool wanted = true) {
 }
 DEVICE void disturb() {}
 DEVICE void hold_until_here(u32&) {}
+DEVICE void store_if(bool wanted, void* global, uint4 value) {
+    if (wanted) *(uint4*)global = value;
+}
 DEVICE void prefetch_line(const void* global) { prefetched = *(const unsigned char*)global; }
 DEVICE void wait_for_previous_grid() {}
 DEVICE void let_next_grid_start() {}
@@ -539,8 +542,6 @@ DEVICE const T* advance(const T* pointer, u32 index, u32 bytes) {
 }
 DEVICE void sync_threads() { emulation::meet(emulation::block_meeting, emulation::threads); }
 DEVICE void sync_group(int barrier, int expected) { emulation::meet(emulation::group_meetings[barrier], expected); }
-template <int BARRIER, int COUNT>
-DEVICE void sync_fixed_group() { sync_group(BARRIER, COUNT); }
 DEVICE void sync_warp() { emulation::exchange("syncwarp", {0}, [](u32 (*)[6], int) { return 0; }); }
 DEVICE void atomic_or(int* address, int value) { *address |= value; }
 DEVICE int atomic_add(int* address, int value) { return std::exchange(*address, *address + value); }
