@@ -239,6 +239,8 @@ gdn_readout(
         uint4* fold_keys = (uint4*)(TILED ? (unsigned char*)shared.k : shared.area);
         if constexpr (TILED)
             replace_by_fold_keys(fold_keys);
+        else if constexpr (GDN_FOLDS_COLUMNS)
+            build_column_keys<TOKEN_STRIDE>(fold_keys, shared.k);
         else
             build_fold_keys<TOKEN_STRIDE>(fold_keys, shared.k);
         sync_threads();

@@ -98,7 +98,7 @@ struct PairedQueries {
     }
 };
 
-// As build_fold_keys, in the place of the tokens, TOKEN_STRIDE elements apart.
+// As build_fold_keys or build_column_keys, in the place of the tokens, TOKEN_STRIDE elements apart.
 DEVICE void replace_by_fold_keys(uint4* tokens) {
     constexpr int COUNT = TOKEN_STEPS * PAIRS, OWN = (COUNT + WARPS - 1) / WARPS;
     static_assert(2 * TOKEN_ROWS * TOKEN_STRIDE >= FOLD_KEYS_SIZE, "keys take the place of tokens");
@@ -106,8 +106,12 @@ DEVICE void replace_by_fold_keys(uint4* tokens) {
     uint4 own[OWN][2];
 #pragma unroll
     for (int i = 0; i < OWN; i++)
-        if (COUNT % WARPS == 0 || i * WARPS + warp < COUNT)
-            fold_keys_of<TOKEN_STRIDE>(own[i], (const activation_t*)tokens, i * WARPS + warp);
+        if (COUNT % WARPS == 0 || i * WARPS + warp < COUNT) {
+            if constexpr (GDN_FOLDS_COLUMNS)
+                column_keys_of<TOKEN_STRIDE>(own[i], (const activation_t*)tokens, i * WARPS + warp);
+            else
+                fold_keys_of<TOKEN_STRIDE>(own[i], (const activation_t*)tokens, i * WARPS + warp);
+        }
     sync_threads();
 #pragma unroll
     for (int i = 0; i < 2 * OWN; i++)

@@ -2,7 +2,7 @@
 // tokens. A warp has CTA_ROWS rows of a head; what its lanes share goes through shared memory.
 #pragma once
 #include "gdn_serial.cuh"
-#include "readout_flush.cuh"
+#include "readout_fold.cuh"
 #include "readout_stage.cuh"
 
 // Queries of the state: q of every window token (outputs), then k of every window token (what the state predicts). A
@@ -247,6 +247,10 @@ DEVICE void stage_u(u16* to, const u16* ring, int first_entry, int history) {
     }
 }
 
+// By columns where the state rounds to fp8. H200, qwen4b, fp8 stochastic, windows of five, every row flushing: by rows 285.5
+// us, so 205; fp16 takes as long either way.
+constexpr bool GDN_FOLDS_COLUMNS = FOLDS_COLUMNS && STATE_FORMAT == FORMAT_FP8;
+
 // Folds the history, whose keys lie in `fold_keys` already, into the warp's rows and stores them.
 // rows(): the warp's, asked for again and again.
 template <class Rows>
@@ -271,7 +275,10 @@ DEVICE void fold_history(const uint4* fold_keys, const u16* u, const Gates& gate
             values[i] *= TILED ? gates.past[16 * step + i / 2 * 8 + 2 * t + i % 2] : past[step][i];
         }
     };
-    fold_rows(own_values, fold_keys, rows, has_state, gates.history, first_row, key);
+    if constexpr (GDN_FOLDS_COLUMNS)
+        fold_columns<true>(own_values, fold_keys, rows(), has_state, gates.history, first_row, key);
+    else
+        fold_rows(own_values, fold_keys, rows, has_state, gates.history, first_row, key);
 }
 
 // Coefficients of u in 16 tokens for 8 queries, split into bf16 halves, as a second operand.

@@ -11,7 +11,7 @@
 #define COLUMNS DSTATE
 #include "mamba2_readout_window.cuh"
 #include "mamba2_serial.cuh"
-#include "mamba2_readout_fold.cuh"
+#include "readout_fold.cuh"
 #include "readout_parts.cuh"
 
 struct WindowArea {
@@ -230,7 +230,7 @@ mamba2_readout(
             const int head_row = part % CTAS_PER_HEAD * CTA_ROWS;
             const RoundingKey key = ROUNDING_KEY(head, seq_len);
             if constexpr (FOLDS_COLUMNS)
-                fold_columns(own_values, shared.fold_keys, rows_now(), has_state, decay_of(total), head_row, key);
+                fold_columns<false>(own_values, shared.fold_keys, rows_now(), has_state, decay_of(total), head_row, key);
             else
                 fold_rows(own_values, shared.fold_keys, rows_now, has_state, decay_of(total), head_row, key);
             if constexpr (NVFP4) {

@@ -131,6 +131,15 @@ DEVICE u32 e4m3_pair_to_fp16(u32 word, bool high) {
 #endif
     return result;
 }
+// Two e4m3 numbers of the upper or lower half of a word, as fp16.
+DEVICE u32 e4m3_codes_to_fp16(u32 word, bool high) {
+#if __CUDA_ARCH__ >= 890
+    return e4m3_pair_to_fp16(word, high);
+#else
+    const u32 pair = __byte_perm(word, 0, high ? 0x3424 : 0x1404);  // where fp16 has them, 2^-8 times
+    return multiply_fp16((pair & 0x80008000u) | (pair & 0x7f007f00u) >> 1, 0x5c005c00u);
+#endif
+}
 // The halves of a pair of fp16 numbers.
 DEVICE void widen_fp16(float& low, float& high, u32 pair) {
     asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"

@@ -37,9 +37,11 @@ DEVICE void widen(const RawState& raw, float scale, float (&s)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         if constexpr (STATE_FORMAT == FORMAT_FP32) s[i] = bits_to_float(raw.words[i * (STATE_FORMAT == FORMAT_FP32)]);
-        else if constexpr (STATE_FORMAT == FORMAT_FP8)
-            s[i] = e4m3_to_float(raw.words[i / 4] >> i % 4 * 8 & 255u) * scale;
-        else s[i] = state_to_float((state_t)(raw.words[i / 2] >> i % 2 * 16 & 0xffffu));
+        else if constexpr (STATE_FORMAT == FORMAT_FP8) {
+            if (i % 2) continue;
+            widen_fp16(s[i], s[i + 1], e4m3_codes_to_fp16(raw.words[i / 4], i % 4 / 2));
+            s[i] *= scale, s[i + 1] *= scale;
+        } else s[i] = state_to_float((state_t)(raw.words[i / 2] >> i % 2 * 16 & 0xffffu));
     }
 }
 
@@ -49,22 +51,36 @@ DEVICE int e4m3_row_field(u32 largest) {
     return exponent == 255 ? 255 : exponent < 8 ? 1 : exponent - 7;
 }
 
-// The lane's 8 columns of a pair of blocks, to the row at `to`. random: 16 bits in the upper half of each word. plain: the
-// row is finite and far from fp16's largest. field: of the row's scale, of fp8.
-DEVICE void store_checkpoint(state_t* to, const float (&s)[8], int column, const u32 (&random)[8], bool plain,
+// Whether the warp's rows, of which a lane knows the largest magnitude of one, can be rounded stochastically in the fewest
+// instructions. fp16: below 2^15 rounding up stays within the format. fp8: below 2^13 a row's scale and 2^120 can be
+// divided by at once.
+DEVICE bool are_plain(u32 largest) {
+    constexpr u32 BEYOND = STATE_FORMAT == FORMAT_FP16 ? 142 : STATE_FORMAT == FORMAT_FP8 ? 140 : 0;
+    return STOCHASTIC && BEYOND && ballot(largest >> 23 >= BEYOND) == 0;
+}
+
+// The lane's 8 columns of a pair of blocks, to the row at `to`. random: of random_words, for elements `first` to first + 7.
+// plain: are_plain. field: of the row's scale, of fp8.
+DEVICE void store_checkpoint(state_t* to, const float (&s)[8], int column, const u32 (&random)[4], int first, bool plain,
                              int field) {
     u32 words[STATE_FORMAT == FORMAT_FP32 ? 8 : 4];
-    if (STATE_FORMAT == FORMAT_FP16 && STOCHASTIC && plain) {
+    if (STATE_FORMAT == FORMAT_FP16 && plain) {
+        u32 bits[8];
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            words[i] = round_stochastic_fp16(s[2 * i], s[2 * i + 1], random[2 * i], random[2 * i + 1]);
+        for (int i = 0; i < 8; i++) bits[i] = random_bits(random, first + i);
+#pragma unroll
+        for (int i = 0; i < 4; i++) words[i] = round_stochastic_fp16(s[2 * i], s[2 * i + 1], bits[2 * i], bits[2 * i + 1]);
+    } else if (STATE_FORMAT == FORMAT_FP8 && plain) {
+        const float down = bits_to_float((u32)(134 - field) << 23);
+#pragma unroll
+        for (int i = 0; i < 2; i++) words[i] = round_stochastic_e4m3(s + 4 * i, down, random, first / 4 + i);
     } else {
         const float inverse = STATE_FORMAT == FORMAT_FP8 && field != 255 ? power_of_two(254 - field) : 1.f;
         state_t rounded[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             float value = STATE_FORMAT == FORMAT_FP8 ? s[i] * inverse : s[i];
-            if constexpr (STOCHASTIC) value = round_stochastic(value, random[i] >> 16);
+            if constexpr (STOCHASTIC) value = round_stochastic(value, random_bits(random, first + i) >> 16);
             rounded[i] = float_to_state(value);
             if (STATE_FORMAT == FORMAT_FP8 && field == 255) rounded[i] = (state_t)0x7f;
         }
@@ -161,10 +177,10 @@ struct Nvfp4Row {
     float inverse, sixth;
 
     DEVICE_MEMBER explicit Nvfp4Row(u32 largest) {
-        const int exponent = (int)(largest >> 23);
+        const int exponent = (int)(largest >> 23), least = exponent - 10 < 27 ? 27 : exponent - 10;
         broken = exponent == 255;
-        field = exponent < 37 ? 27 : exponent > 237 ? 227 : exponent - 10;
-        inverse = broken ? 0.f : power_of_two(254 - field), sixth = multiply(inverse, 1.f / 6.f);
+        field = least < 227 ? least : 227;
+        inverse = broken ? 0.f : bits_to_float((u32)(254 - field) << 23), sixth = multiply(inverse, 1.f / 6.f);
     }
     DEVICE_MEMBER unsigned char stored() const { return (unsigned char)(broken ? 255 : field); }
     // Of a block with this largest magnitude: the code of its scale, and what divides by both scales and takes 2^-14.
@@ -178,18 +194,12 @@ struct Nvfp4Row {
 // The nvfp4 readout of the lane's columns of row `row` of `to`, whose largest magnitudes by block and altogether are given.
 DEVICE void store_nvfp4(const RowValues& s, const float (&own_largest)[BLOCK_SHARE], u32 largest, const StateRows& to,
                         int row) {
-    const int lane = threadIdx.x % 32, t = lane % 4, exponent = (int)(largest >> 23);
-    const bool broken = exponent == 255;
-    const int field = exponent < 37 ? 27 : exponent > 237 ? 227 : exponent - 10;
-    const float inverse = broken ? 0.f : power_of_two(254 - field), sixth = multiply(inverse, 1.f / 6.f);
+    const int lane = threadIdx.x % 32, t = lane % 4;
+    const Nvfp4Row scale(largest);
     float factors[BLOCK_SHARE];
     u32 codes = 0;
 #pragma unroll
-    for (int i = 0; i < BLOCK_SHARE; i++) {
-        const u32 code = float_to_e4m3(fmaxf(multiply(own_largest[i], sixth), 0x1p-6f));
-        codes |= code << 8 * i;
-        factors[i] = multiply(inverse * 0x1p-14f, short_reciprocal(bits_to_float((code << 20) + (120u << 23))));
-    }
+    for (int i = 0; i < BLOCK_SHARE; i++) codes |= scale.block(own_largest[i], factors[i]) << 8 * i;
     unsigned char* scales = to.block_scales + row * BLOCK_SCALE_BYTES + BLOCK_SHARE * t;
     if constexpr (STEPS % 4 == 0 && BLOCK_SHARE == 2) {
         *(u16*)scales = (u16)codes;
@@ -198,7 +208,7 @@ DEVICE void store_nvfp4(const RowValues& s, const float (&own_largest)[BLOCK_SHA
         for (int i = 0; i < BLOCK_SHARE; i++)
             if (BLOCK_SHARE * t + i < STEPS) scales[i] = (unsigned char)(codes >> 8 * i);
     }
-    if (t == 0) to.row_scales[row] = (unsigned char)(broken ? 255 : field);
+    if (t == 0) to.row_scales[row] = scale.stored();
     u32 words[PAIRS];
 #pragma unroll
     for (int pair = 0; pair < PAIRS; pair++) {
@@ -209,7 +219,7 @@ DEVICE void store_nvfp4(const RowValues& s, const float (&own_largest)[BLOCK_SHA
             factor[half] = shuffle_from(factors[block % BLOCK_SHARE], lane - t + block / BLOCK_SHARE);
         }
         const u32 word = nvfp4_word(s[pair], factor[0], factor[1]);
-        words[pair] = broken ? 0u : word;
+        words[pair] = scale.broken ? 0u : word;
     }
     u32* at = (u32*)(to.codes + row * CODE_BYTES) + PAIRS * t;
     if constexpr (PAIRS % 4 == 0) {
@@ -246,26 +256,19 @@ DEVICE void store_row(const RowValues& s, const StateRows& to, int row, int head
     if (t == 0 && READOUT_FORMAT == READOUT_FP8) to.row_scales[row] = (unsigned char)field;
     if (t == 0 && STATE_FORMAT == FORMAT_FP8) to.checkpoint_scales[row] = (unsigned char)field;
     between();
-    // Below 2^15 rounding up stays within fp16.
-    const bool plain = STATE_FORMAT == FORMAT_FP16 && STOCHASTIC && ballot(largest >> 23 >= 142) == 0;
-    u32 words[4];
+    u32 words[4] = {};
     const auto store_all = [&](bool fast) {
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) {
             const int column = 32 * pair + 4 * t;
-            u32 random[8] = {};
-            if constexpr (STOCHASTIC) {
-                if (pair % 2 == 0) random_words(words, key, head_row, column);
-#pragma unroll
-                for (int i = 0; i < 8; i++) random[i] = random_bits(words, pair % 2 * 8 + i);
-            }
+            if (STOCHASTIC && pair % 2 == 0) random_words(words, key, head_row, column);
             if constexpr (READOUT_FORMAT == READOUT_FP8) {
                 *(u32*)(to.codes + row * CODE_BYTES + column) = encode_e4m3(s[pair], field);
                 *(u32*)(to.codes + row * CODE_BYTES + column + 16) = encode_e4m3(s[pair] + 4, field);
             }
-            store_checkpoint(to.checkpoint + row * COLUMNS, s[pair], column, random, fast, field);
+            store_checkpoint(to.checkpoint + row * COLUMNS, s[pair], column, words, pair % 2 * 8, fast, field);
         }
     };
-    if (plain) store_all(true);
+    if (are_plain(largest)) store_all(true);
     else store_all(false);
 }

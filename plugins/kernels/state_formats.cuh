@@ -108,3 +108,21 @@ DEVICE u32 round_stochastic_fp16(float low, float high, u32 random_low, u32 rand
     const float second = bits_to_float(float_to_bits(multiply(high, 0x1p-112f)) + (random_high >> 19));
     return pack_fp16_cut(multiply(first, 0x1p112f), multiply(second, 0x1p112f));
 }
+
+// Four finite numbers rounded to e4m3 codes, as round_stochastic and float_to_state would together. down: divides by their
+// row's scale, and by 2^120. words: of random_words, for elements 4 i to 4 i + 3.
+DEVICE u32 round_stochastic_e4m3(const float* s, float down, const u32 (&words)[4], int i) {
+    u32 bits[4], sums[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        bits[e] = float_to_bits(multiply(s[e], down));
+        // Four bits further up than round_stochastic adds them: a code without its sign is the upper byte of the sum.
+        const u32 addend = e < 3 ? permute_bytes(words[i], 0x80u, 0x5104u + 0x110u * e)
+                                 : (permute_bytes(words[i], words[(i + 1) % 4], 0x0430u) & 0x00ffff00u) | 0x80u;
+        sums[e] = multiply_add_bits(bits[e], 16u, addend);
+    }
+    const auto upper_bytes = [](const u32(&of)[4]) {
+        return permute_bytes(permute_bytes(of[0], of[1], 0x0073u), permute_bytes(of[2], of[3], 0x0073u), 0x5410u);
+    };
+    return upper_bytes(sums) | (upper_bytes(bits) & 0x80808080u);
+}

@@ -38,6 +38,10 @@ CASES = [
         GdnGeometry(1, 2, 64, 40),
         ReplaySettings(buffer_len=8, max_window=3, state_dtype="float8", readout_dtype="nvfp4"),
     ),
+    (
+        GdnGeometry(1, 2, 128, 64),
+        ReplaySettings(buffer_len=4, max_window=3, **{**READOUT, "state_dtype": "float8"}),
+    ),
     (GdnGeometry(1, 4, 128, 128), ReplaySettings(buffer_len=2, state_dtype="float16", readout_dtype="float8")),
     (GdnGeometry(1, 2, 128, 128), ReplaySettings(buffer_len=4, max_window=2, **READOUT)),
     (GdnGeometry(1, 2, 64, 128), ReplaySettings(buffer_len=13, max_window=5, **READOUT)),

@@ -69,6 +69,11 @@ CASES = {
         {"max_window": 5, "buffer_len": 13, "state_dtype": "float16", "readout_dtype": "nvfp4", **STOCHASTIC},
         90,
     ),
+    "gdn-fp8sr-nvfp4-verify4": (
+        GdnGeometry(1, 1, 128, 32),
+        {"max_window": 4, "buffer_len": 9, "state_dtype": "float8", "readout_dtype": "nvfp4", **STOCHASTIC},
+        90,
+    ),
     "gdn-nvfp4-verify8": (
         GdnGeometry(2, 2, 96, 16),
         {"max_window": 8, "buffer_len": 20, "activation_dtype": "float16", "u_format": "bfloat16"}

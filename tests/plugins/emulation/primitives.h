@@ -397,6 +397,10 @@ inline u32 e4m3_of(float value) {
 DEVICE u16 convert_e4m3_pair(float low, float high) {
     return (u16)(emulation::e4m3_of(low) | emulation::e4m3_of(high) << 8);
 }
+DEVICE u32 e4m3_codes_to_fp16(u32 word, bool high) {
+    const u32 pair = high ? word >> 16 : word;
+    return pack_fp16((float)emulation::e4m3_value(pair & 255u), (float)emulation::e4m3_value(pair >> 8 & 255u));
+}
 // Products are there at once; the device's waits have no counterpart.
 DEVICE void wgmma_fence() {}
 DEVICE void wgmma_commit() {}

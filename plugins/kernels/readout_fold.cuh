@@ -1,4 +1,4 @@
-// A fold of the Mamba2 readout kernel whose matrix steps have the state's columns as rows, so that both parts of a
+// A fold of the readout kernels whose matrix steps have the state's columns as rows, so that both parts of a
 // coefficient meet in one accumulator. Of eight rows a lane 4 g + t, g = 4 u + 2 q1 + q0, owns rows 2 t and 2 t + 1: of
 // every other 64 columns, from 64 u on, columns 4 q .. 4 q + 3 of each block (q = 2 q1 + q0), which is what a word of
 // codes and one draw of random bits take. A half of the warp reads and writes whole sectors of 32 bytes: H200,
@@ -16,22 +16,26 @@ DEVICE int own_pair(int k) { return 4 * (k / 2) + 2 * (int)(threadIdx.x / 16 % 2
 DEVICE int own_quarter() { return (int)(threadIdx.x / 4 % 4); }
 
 // Rows of the history as the fold's first operand: two words of 16 bytes for (step of 16 tokens, block of a lane,
-// lane). Built by the whole block. STRIDE: elements between tokens.
+// lane). STRIDE: elements between tokens. Those of step and block n / PAIRS and n % PAIRS:
+template <int STRIDE>
+DEVICE void column_keys_of(uint4 (&keys)[2], const activation_t* tokens, int n) {
+    const int column = 32 * own_pair(n % PAIRS / 2) + 16 * (n % 2) + 4 * own_quarter();
+    const activation_t* at = tokens + (n / PAIRS * 16 + threadIdx.x % 4u * 2) * STRIDE + column;
+    uint2 token[4];  // 2 t, 2 t + 1, 2 t + 8, 2 t + 9
+#pragma unroll
+    for (int i = 0; i < 4; i++) token[i] = *(const uint2*)(at + (i / 2 * 8 + i % 2) * STRIDE);
+    keys[0] = make_uint4(permute_bytes(token[0].x, token[1].x, 0x5410u), permute_bytes(token[0].x, token[1].x, 0x7632u),
+                         permute_bytes(token[2].x, token[3].x, 0x5410u), permute_bytes(token[2].x, token[3].x, 0x7632u));
+    keys[1] = make_uint4(permute_bytes(token[0].y, token[1].y, 0x5410u), permute_bytes(token[0].y, token[1].y, 0x7632u),
+                         permute_bytes(token[2].y, token[3].y, 0x5410u), permute_bytes(token[2].y, token[3].y, 0x7632u));
+}
+// All of them, by the whole block.
 template <int STRIDE>
 DEVICE void build_column_keys(uint4* fold_keys, const activation_t* tokens) {
-    const int lane = threadIdx.x % 32, t = lane % 4;
     for (int n = threadIdx.x / 32; n < TOKEN_STEPS * PAIRS; n += WARPS) {
-        const int column = 32 * own_pair(n % PAIRS / 2) + 16 * (n % 2) + 4 * own_quarter();
-        const activation_t* at = tokens + (n / PAIRS * 16 + 2 * t) * STRIDE + column;
-        uint2 token[4];  // 2 t, 2 t + 1, 2 t + 8, 2 t + 9
-#pragma unroll
-        for (int i = 0; i < 4; i++) token[i] = *(const uint2*)(at + (i / 2 * 8 + i % 2) * STRIDE);
-        fold_keys[2 * n * 32 + lane] =
-            make_uint4(permute_bytes(token[0].x, token[1].x, 0x5410u), permute_bytes(token[0].x, token[1].x, 0x7632u),
-                       permute_bytes(token[2].x, token[3].x, 0x5410u), permute_bytes(token[2].x, token[3].x, 0x7632u));
-        fold_keys[(2 * n + 1) * 32 + lane] =
-            make_uint4(permute_bytes(token[0].y, token[1].y, 0x5410u), permute_bytes(token[0].y, token[1].y, 0x7632u),
-                       permute_bytes(token[2].y, token[3].y, 0x5410u), permute_bytes(token[2].y, token[3].y, 0x7632u));
+        uint4 keys[2];
+        column_keys_of<STRIDE>(keys, tokens, n);
+        fold_keys[2 * n * 32 + threadIdx.x % 32] = keys[0], fold_keys[(2 * n + 1) * 32 + threadIdx.x % 32] = keys[1];
     }
 }
 
@@ -39,12 +43,13 @@ DEVICE void build_column_keys(uint4* fold_keys, const activation_t* tokens) {
 DEVICE void fold_two_rows(TwoRows& s, const RawState (&raw)[2][OWN_PAIRS], const float (&scale)[2], float decay,
                           const FoldCoefficients (&coefficients)[TOKEN_STEPS], float undo, const uint4* fold_keys) {
     const int lane = threadIdx.x % 32;
-    float undo_row[2];
+    float undo_row[2], factor[2];  // factor: the decay and the row's scale
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         undo_row[r] = ACTIVATION_FORMAT == FORMAT_FP16 ? shuffle_from(undo, lane % 4 * 8 + 4 * r) : 1.f;
+        factor[r] = STATE_FORMAT == FORMAT_FP8 ? decay * scale[r] : decay;
 #pragma unroll
-        for (int k = 0; k < OWN_PAIRS; k++) widen(raw[r][k], scale[r], s[r][k]);
+        for (int k = 0; k < OWN_PAIRS; k++) widen(raw[r][k], 1.f, s[r][k]);
     }
 #pragma unroll
     for (int n = 0; n < 2 * PAIRS; n++) {
@@ -60,7 +65,7 @@ DEVICE void fold_two_rows(TwoRows& s, const RawState (&raw)[2][OWN_PAIRS], const
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float& value = s[i % 2][n / 4][n % 4 * 2 + i / 2];
-            value = multiply_add(decay, value, ACTIVATION_FORMAT == FORMAT_FP16 ? sum[i] * undo_row[i % 2] : sum[i]);
+            value = multiply_add(factor[i % 2], value, ACTIVATION_FORMAT == FORMAT_FP16 ? sum[i] * undo_row[i % 2] : sum[i]);
         }
     }
 }
@@ -138,21 +143,17 @@ DEVICE void store_two_rows(const TwoRows& s, state_t* to, int head_row, const Ro
     for (int r = 0; r < 2; r++)
 #pragma unroll
         for (int k = 0; k < OWN_PAIRS; k += 2) {
-            u32 words[4];
+            u32 words[4] = {};
             if constexpr (STOCHASTIC) random_words(words, key, head_row + r, 32 * own_pair(k) + 4 * own_quarter());
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                u32 random[8] = {};
-                if constexpr (STOCHASTIC)
-#pragma unroll
-                    for (int e = 0; e < 8; e++) random[e] = random_bits(words, 8 * i + e);
-                store_checkpoint(to + r * COLUMNS, s[r][k + i], 32 * (2 * k + i), random, plain, field[r]);
-            }
+            for (int i = 0; i < 2; i++)
+                store_checkpoint(to + r * COLUMNS, s[r][k + i], 32 * (2 * k + i), words, 8 * i, plain, field[r]);
         }
 }
 
-// fold_rows of readout_flush.cuh. part: the part's rows; fold_keys: of build_column_keys.
-template <class Values>
+// fold_rows of readout_flush.cuh. part: the part's rows; fold_keys: of build_column_keys. IN_MEMORY: all of the rows are,
+// their readout is not in shared memory.
+template <bool IN_MEMORY, class Values>
 DEVICE void fold_columns(const Values& own_values, const uint4* fold_keys, const StateRows& part, bool has_state,
                          float decay, int first_row, const RoundingKey& key) {
     const int lane = threadIdx.x % 32, t = lane % 4;
@@ -183,8 +184,7 @@ DEVICE void fold_columns(const Values& own_values, const uint4* fold_keys, const
         TwoRows s;
         fold_two_rows(s, raw, scale, decay, coefficients, undo, fold_keys);
         const u32 largest = store_two_codes(s, rows);
-        // Below 2^15 rounding up stays within fp16.
-        const bool plain = STATE_FORMAT == FORMAT_FP16 && STOCHASTIC && ballot(largest >> 23 >= 142) == 0;
+        const bool plain = are_plain(largest);
         int field[2] = {};
         if constexpr (STATE_FORMAT == FORMAT_FP8) {
             const int own = e4m3_row_field(largest);
@@ -198,5 +198,10 @@ DEVICE void fold_columns(const Values& own_values, const uint4* fold_keys, const
         if (plain) store_two_rows(s, rows.checkpoint, first_row + 8 * group + 2 * t, key, field, true);
         else store_two_rows(s, rows.checkpoint, first_row + 8 * group + 2 * t, key, field, false);
         rows = rows.from(8);
+        if constexpr (IN_MEMORY) {  // or else the compiler adds up each address anew
+            rows.codes = (unsigned char*)computed(rows.codes);
+            rows.block_scales = (unsigned char*)computed(rows.block_scales);
+            rows.row_scales = (unsigned char*)computed(rows.row_scales);
+        }
     }
 }
