@@ -31,7 +31,7 @@ without a flush 47.2, 45.0, 45.1."""
 
 REGISTERS_OF_WINDOWS = 80
 """The same, of windows of kernels/gdn_readout_tiled.cuh. H200, windows of five of qwen4b, rows that fold first, by
-blocks of a multiprocessor 5: 103.6 us, 6: 104.5; without a flush 58.9 and 57.1."""
+blocks of a multiprocessor 5: 105.7 us, 6: 106.1; without a flush 59.5 and 57.4; every row folding 224.1 and 238.1."""
 
 AHEAD_ROWS_OF_WINDOWS = 24
 """Rows by which a block of kernels/gdn_readout_tiled.cuh asks ahead for checkpoint positions. H200, windows of five, 24
@@ -140,7 +140,7 @@ def _default_rows(geometry: Mamba2Geometry | GdnGeometry, settings: ReplaySettin
     """Rows of a warp: a head of Mamba2; of GDN, whose heads are larger and whose warps do more for each row, less.
 
     Windows of kernels/gdn_readout_tiled.cuh take a head where a group has one for every warp. H200, windows of five, 64
-    and 128 rows, rows that fold first: qwen122b 201.3 and 193.7 us, without a flush 109.1 and 108.4; qwen4b, where that
+    and 128 rows, rows that fold first: qwen122b 208.7 and 195.1 us, without a flush 112.4 and 106.2; qwen4b, where that
     leaves two warps a block, 104.5 and 105.4, 57.1 and 61.7.
     """
     rows = geometry.state_shape[1]
