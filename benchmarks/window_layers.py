@@ -17,7 +17,7 @@ from replayssm.plugins.contract import (
 )
 from replayssm.plugins.geometry import KernelConfig
 from replayssm.plugins.reference.formats import RandomKey, load_checkpoint, store_state
-from replayssm.plugins.row_order import order_of
+from replayssm.plugins.row_order import ORDERED_ROWS, gains, order_of
 from replayssm.plugins.state import LayerState, allocate_state, torch_dtype
 
 POSITION = 1000
@@ -85,14 +85,14 @@ class Layer:
     def launches(self, offsets: list[int], histories: torch.Tensor | None = None):
         """One launch per (offset, slot set) at seq_len POSITION + offset.
 
-        histories: of the rows at every offset [steps, rows or 1]; with them rows come in the order of `row_order`, as
-        those of a captured step do.
+        histories: of the rows at every offset [steps, rows or 1]; with them rows come as in a captured step, in the
+        order of `row_order` where that orders them.
         """
         function = launch.mamba2_window if isinstance(self.geometry, Mamba2Geometry) else launch.gdn_window
         calls = []
         for step, offset in enumerate(offsets):
             order = torch.arange(self.batch)
-            if histories is not None:
+            if histories is not None and gains(self.settings) and self.batch >= ORDERED_ROWS:
                 history = histories[step].expand(self.batch)
                 order = order_of((history > 0) & (history + self.window > self.settings.buffer_len))
             starts = self.starts[order.cuda()]

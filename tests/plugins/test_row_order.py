@@ -52,11 +52,12 @@ def test_rows_that_fold_come_first(count: int, device: str) -> None:
     assert torch.equal(ordered.cpu(), torch.stack(rows)[:, order])
 
 
-def test_what_orders_rows() -> None:
-    """Of a network's states the first that folds and whose outputs read an nvfp4 copy; without one rows stay."""
+@pytest.mark.parametrize("formats", [("float16", "nvfp4"), ("float32", "float8"), ("float8", "same")])
+def test_what_orders_rows(formats: tuple[str, str]) -> None:
+    """Of a network's states the first that folds and of which outputs read little; without one rows stay."""
     conv, gdn = ConvGeometry(64, 4), GdnGeometry(1, 2, 32, 16)
-    nvfp4 = ReplaySettings(state_dtype="float16", readout_dtype="nvfp4")
-    states = [allocate_state(geometry, nvfp4, 1) for geometry in (conv, gdn, gdn)]
+    little = ReplaySettings(state_dtype=formats[0], readout_dtype=formats[1])
+    states = [allocate_state(geometry, little, 1) for geometry in (conv, gdn, gdn)]
     assert row_order.orderable(dict(zip("abc", states, strict=True))) is states[1]
-    for settings in (ReplaySettings(buffer_len=0), SETTINGS):
+    for settings in (ReplaySettings(buffer_len=0), SETTINGS, ReplaySettings(state_dtype="float16")):
         assert row_order.orderable({"conv": states[0], "layer": allocate_state(gdn, settings, 1)}) is None
