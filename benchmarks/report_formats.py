@@ -7,6 +7,8 @@ from pathlib import Path
 from report_lines import Line, select, table
 
 PROBLEMS = 1024
+ONE_U = ", u in one bf16 number"
+"""Ends the names of formats whose u of Gated DeltaNet is not kept as two bf16 numbers."""
 TIERS = ("easy", "long", "track", "gsm", "recall", "tangle")
 FORMATS = (
     "bfloat16",
@@ -18,7 +20,9 @@ FORMATS = (
     "nvfp4",
     "float16, stochastic, float8 readout",
     "float16, stochastic, nvfp4 readout",
+    "float16, stochastic, nvfp4 readout" + ONE_U,
     "float16, stochastic, nvfp4 readout, float8 in layer 0",
+    "float16, stochastic, nvfp4 readout, float8 in layer 0" + ONE_U,
     "float16, stochastic, nvfp4 readout, u from checkpoint",
     "float8, stochastic, nvfp4 readout",
     "float8, stochastic, nvfp4 readout, same in layer 0",
@@ -37,6 +41,8 @@ def precision_table(lines: list[Line]) -> str:
     rows = []
     for model, tier in sorted({(line["model"], line["tier"]) for line in found}):
         own = {line["format"]: line for line in select(found, model=model, tier=tier)}
+        # As engines keep u, where that was run.
+        own |= {name.removesuffix(ONE_U): line for name, line in own.items() if name.endswith(ONE_U)}
         if names[0] in own and len(own) > 1:
             cells = [f"{100 * own[name]['difference']:+.1f}" if name in own else "" for name in names[1:]]
             rows.append([model, tier, own[names[0]]["count"], f"{100 * own[names[0]]['value']:.1f} %", *cells])

@@ -202,6 +202,7 @@ def measure(
         state_dtype=settings.state_dtype,
         state_rounding=settings.state_rounding,
         readout_dtype=settings.readout_dtype,
+        u_format=settings.u_format,
         L=L,
         fill=fill,
         variant=variant,
