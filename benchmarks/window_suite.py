@@ -270,7 +270,7 @@ def run(
                 known, known_replay = None, None
                 for batch in batches:
                     advance, limit, plain_limit = 1 if window == 1 else 3, limits[batch], plain_limits[batch]
-                    for fill in ("desync", 8, "flush"):
+                    for fill in (8, "desync", "flush"):  # steps that keep the GPU busiest slow down what follows
                         measure(results, name, settings, batch, window, fill, advance, limit, ours_ok, rows)
                     measure(
                         results, name, plain, batch, window, "flush", advance, plain_limit, plain_ok, variant="plain"
