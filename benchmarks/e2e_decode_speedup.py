@@ -60,7 +60,9 @@ def variants(options: argparse.Namespace, max_seq_len: int) -> dict[str, ReplayS
         state_dtype=options.state_dtype,
         state_rounding=options.state_rounding,
     )
-    replay = dataclasses.replace(plain, buffer_len=options.buffer_len, readout_dtype=options.readout_dtype)
+    replay = dataclasses.replace(
+        plain, buffer_len=options.buffer_len, readout_dtype=options.readout_dtype
+    ).with_u_format()
     found = {"plain": plain, "replay": replay}
     for text in options.also:
         found[f"replay-{text.replace(':', '-')}"] = low_precision(replay, text)
@@ -75,7 +77,8 @@ def low_precision(replay: ReplaySettings, text: str) -> ReplaySettings:
         raise ValueError(
             f"--also takes STATE:READOUT:ROUNDING, such as float16:nvfp4:stochastic, got {text!r}"
         ) from None
-    return dataclasses.replace(replay, state_dtype=state, readout_dtype=readout, state_rounding=rounding)
+    formats = {"state_dtype": state, "readout_dtype": readout, "state_rounding": rounding}
+    return dataclasses.replace(replay, **formats).with_u_format()
 
 
 def logits_bound(settings: ReplaySettings, model: Model | None = None) -> float:

@@ -92,7 +92,7 @@ def settings_of(variant: str, options: argparse.Namespace, max_seq_len: int) -> 
         return dataclasses.replace(plain, max_window=window)
     replay = dataclasses.replace(
         plain, buffer_len=options.buffer_len, max_window=window, readout_dtype=options.readout_dtype
-    )
+    ).with_u_format()
     if variant in VARIANTS:
         return replay
     return low_precision(replay, variant.removeprefix(SPECULATION).removeprefix("replay").strip("-").replace("-", ":"))

@@ -88,7 +88,7 @@ class Rank:
             state_dtype=options.state_dtype,
             state_rounding=options.state_rounding,
             readout_dtype=options.readout_dtype,
-        )
+        ).with_u_format()
         runs, used = {}, {}
         for name, model in self.models.items():
             self.meet()

@@ -115,7 +115,7 @@ class EngineDecoder:
             u_source=form.u_source,
             readout_layers=form.readout_layers,
             rounding_seed=self.seed,
-        )
+        ).with_u_format()
         session = Session(self.model.engine(settings, len(self.prompts)), device=self.device)
         slots = [session.allocate() for _ in self.prompts]
         together = max(1, PREFILL_TOKENS // max(map(len, self.prompts)))

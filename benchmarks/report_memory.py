@@ -45,7 +45,9 @@ def sessions_table() -> str:
 def traffic(name: str) -> dict[str, float]:
     """MiB of state that a token of one sequence moves at the least, by way of decoding; drafts of 4, half accepted."""
     replay, low = (
-        traffic_per_token(geometries(published(name)), ReplaySettings(16, WINDOW, **formats), WINDOW - 1, 3.0)
+        traffic_per_token(
+            geometries(published(name)), ReplaySettings(16, WINDOW, **formats).with_u_format(), WINDOW - 1, 3.0
+        )
         for formats in ({}, {"state_dtype": "float16", "readout_dtype": "nvfp4"})
     )
     moved = {

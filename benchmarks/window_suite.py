@@ -260,7 +260,7 @@ def run(
                     state_dtype=state_dtype,
                     state_rounding=rounding,
                     readout_dtype=readout,
-                )
+                ).with_u_format()
                 plain = ReplaySettings(
                     buffer_len=0, max_window=window, state_dtype="float32" if has_copy else state_dtype
                 )

@@ -21,7 +21,7 @@ from replayssm.builders.parameters import WeightRecipe
 from replayssm.builders.targets import tensorrt as tensorrt_target
 from replayssm.builders.targets import torch as torch_target
 from replayssm.builders.targets.tensorrt_layers import load_module
-from replayssm.plugins.contract import ELEMENT_BITS, RecurrentGeometry
+from replayssm.plugins.contract import RecurrentGeometry
 from replayssm.plugins.manifest import (
     MANIFEST_NAME,
     EngineManifest,
@@ -63,8 +63,7 @@ class BuildOptions:
 
     max_seq_len: None takes the model's own limit, at most 4096.
     dtype: of activations and unquantised weights; "auto" takes the checkpoint's.
-    u_format: None takes the pair of bf16 halves where activations have 16 bits, and "exact", of the same size, where
-        they have more or the engine is serial-exact: there the pair's 2^-17 would be the largest error.
+    u_format: None takes what `ReplaySettings.with_u_format` chooses.
     alias: of the tensorrt target: whether TensorRT is told that plugins update state in place, or only both names are
         bound to one address.
     prefill_plan: of the tensorrt target: prompts run by a second plan, with chunked kernels and the weights once more.
@@ -95,23 +94,20 @@ class BuildOptions:
         dtype = config.dtype if self.dtype == "auto" else self.dtype
         if dtype not in ACTIVATION_DTYPES:
             raise ValueError(f"dtype must be auto or one of {', '.join(ACTIVATION_DTYPES)}, got {dtype!r}")
-        u_format = self.u_format
-        if u_format is None:
-            u_format = "exact" if self.serial_exact or ELEMENT_BITS[dtype] > 16 else "bfloat16x2"
-        return ReplaySettings(
+        settings = ReplaySettings(
             buffer_len=self.buffer_len,
             max_window=limits.max_window,
             max_seq_len=limits.max_seq_len,
             state_dtype=self.state_dtype,
             readout_dtype=self.readout_dtype,
             activation_dtype=dtype,
-            u_format=u_format,
             serial_exact=self.serial_exact,
             state_rounding=self.state_rounding,
             rounding_seed=self.rounding_seed,
             u_source=self.u_source,
             readout_layers=self.readout_layers,
         )
+        return settings.with_u_format(self.u_format)
 
 
 def build_engine(

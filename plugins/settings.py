@@ -156,6 +156,19 @@ class ReplaySettings:
         """State snapshots that the baseline keeps for one verify window."""
         return self.max_window if self.is_baseline and self.max_window > 1 else 0
 
+    def with_u_format(self, u_format: str | None = None) -> ReplaySettings:
+        """The same with this `u_format`, or with what suits the others if it is None.
+
+        "exact" where activations have more than 16 bits or the engine is serial-exact: there the pair's 2^-17 would be
+        the largest error. The high half alone where u's S k is read from an nvfp4 copy, whose e2m1 codes are off by up
+        to a quarter: the low half, 2^-9 of u and below, would keep nothing but that. The pair everywhere else.
+        """
+        if u_format is not None:
+            return replace(self, u_format=u_format)
+        reads_nvfp4 = self.readout_dtype == "nvfp4" and self.u_source == "readout"
+        wide = self.serial_exact or self.activation_dtype in ("float32", "float64")
+        return replace(self, u_format="exact" if wide else "bfloat16" if reads_nvfp4 else "bfloat16x2")
+
     @property
     def rounding_scalars(self) -> tuple[int, ...]:
         """int32 scalars that kernels take right behind `layer`: the seed, where the rounding is stochastic."""

@@ -112,7 +112,7 @@ def candidates(engine: Engine, names: Sequence[str] = tuple(FORMATS)) -> dict[st
     found, refused = {}, ""
     for name in dict.fromkeys((REFERENCE, *names)):
         try:
-            settings = replace(engine.manifest.replay, **{**plain, **FORMATS[name]})
+            settings = replace(engine.manifest.replay, **{**plain, **FORMATS[name]}).with_u_format()
             for state in engine.networks["main"].states.values():
                 state_parts(state.geometry, state.settings(settings))
         except ValueError as error:

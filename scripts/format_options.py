@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import click
 
-from replayssm.plugins.settings import READOUT_DTYPES, ROUNDINGS, STATE_DTYPES, U_SOURCES
+from replayssm.plugins.settings import READOUT_DTYPES, ROUNDINGS, STATE_DTYPES, U_FORMATS, U_SOURCES
 
 
 def _parse_layers(text: str) -> tuple[tuple[int, str], ...]:
@@ -61,6 +61,14 @@ FORMAT_OPTIONS = (
         default="readout",
         show_default=True,
         help="What a Gated DeltaNet token's update reads; checkpoint reads both states for every token.",
+    ),
+    click.option(
+        "--u-format",
+        type=click.Choice(["auto", *U_FORMATS]),
+        default="auto",
+        show_default=True,
+        callback=lambda context, parameter, value: None if value == "auto" else value,
+        help="Gated DeltaNet's u until the next rewrite; auto is one bf16 number beside an nvfp4 readout, else two.",
     ),
     click.option(
         "--rounding-seed", type=int, default=0, show_default=True, help="Key of the random bits of stochastic rounding."

@@ -92,6 +92,7 @@ def _inspect(
     max_seq_len: int,
     memory: int,
     reserve: int,
+    u_format: str | None,
     **formats: Any,
 ) -> Inspection:
     from replayssm.builders.config import PUBLISHED, published, read_config
@@ -107,7 +108,7 @@ def _inspect(
         raise ValueError(f"--max-draft-len must be >= 0, got {max_draft_len}")
     return inspect_model(
         published(model) if known else read_config(model),
-        ReplaySettings(buffer_len, 1 + max_draft_len, max_seq_len, **formats),
+        ReplaySettings(buffer_len, 1 + max_draft_len, max_seq_len, **formats).with_u_format(u_format),
         name=PUBLISHED.get(model, model),
         weights=weights,
         acceptance_length=acceptance_length,

@@ -179,6 +179,11 @@ def test_settings_that_a_layer_refuses(tiny_checkpoint, tmp_path):
         ({"dtype": "float32"}, "exact"),
         ({"serial_exact": True}, "exact"),
         ({"u_format": "bfloat16"}, "bfloat16"),
+        ({"state_dtype": "float16", "readout_dtype": "nvfp4"}, "bfloat16"),
+        ({"state_dtype": "float16", "readout_dtype": "nvfp4", "u_format": "bfloat16x2"}, "bfloat16x2"),
+        ({"state_dtype": "float16", "readout_dtype": "nvfp4", "u_source": "checkpoint"}, "bfloat16x2"),
+        ({"state_dtype": "float16", "readout_dtype": "nvfp4", "dtype": "float32"}, "exact"),
+        ({"state_dtype": "float16", "readout_dtype": "float8"}, "bfloat16x2"),
     ],
 )
 def test_u_is_kept_as_exactly_as_the_activations_deserve(tiny_checkpoint, tmp_path, options, u_format):

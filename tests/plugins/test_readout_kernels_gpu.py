@@ -31,6 +31,8 @@ CASES = {
     "qwen122b-decode": (QWEN122B, {"readout_dtype": "nvfp4", **FP16}),
     "qwen4b-verify5": (QWEN4B, {"max_window": 5, "readout_dtype": "nvfp4", **FP16}),
     "qwen122b-verify5": (QWEN122B, {"max_window": 5, "readout_dtype": "nvfp4", **FP16}),
+    "qwen4b-verify5-u16": (QWEN4B, {"max_window": 5, "u_format": "bfloat16", "readout_dtype": "nvfp4", **FP16}),
+    "qwen122b-verify5-u16": (QWEN122B, {"max_window": 5, "u_format": "bfloat16", "readout_dtype": "nvfp4", **FP16}),
     "gdn-fp8-verify4": (GdnGeometry(1, 2, 128, 64), {"max_window": 4, "readout_dtype": "nvfp4", **FP8}),
     "gdn-verify8": (
         GdnGeometry(2, 4, 96, 64),

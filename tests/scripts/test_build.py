@@ -38,12 +38,14 @@ def test_state_formats_reach_the_engine(tmp_path):
         *("--checkpoint", example, "--output", tmp_path / "engine", "--max-batch-size", 1, "--max-seq-len", 32),
         *("--state-dtype", "float8", "--state-rounding", "stochastic", "--rounding-seed", 7),
         *("--readout-dtype", "nvfp4", "--u-source", "checkpoint", "--readout-layers", "4=same, 0=same"),
+        *("--u-format", "bfloat16"),
     )
     assert (result.exit_code, result.stderr) == (0, "")
     replay = read_manifest(tmp_path / "engine").replay
     assert (replay.state_dtype, replay.state_rounding, replay.rounding_seed) == ("float8", "stochastic", 7)
     assert (replay.readout_dtype, replay.u_source) == ("nvfp4", "checkpoint")
     assert replay.readout_layers == ((0, "same"), (4, "same"))
+    assert replay.u_format == "bfloat16"
     assert result.stdout.endswith(", state float8 (stochastic), readout nvfp4 (0=same,4=same)\n")
 
 

@@ -137,8 +137,10 @@ def test_formats_change_sizes_traffic_and_the_batch() -> None:
     assert small["state_bytes_per_sequence"] == 24 * 32 * 128 * 128 * 2 == plain["state_bytes_per_sequence"] // 2
     assert small["readout_bytes_per_sequence"] == 24 * (32 * 128 * 128 * 9 // 16 + 32 * 128)
     assert small["max_batch"] > plain["max_batch"]
-    # A read of 9/16 byte an element instead of 4, the ring as before.
+    # A read of 9/16 byte an element instead of 4, of u in the ring half as much.
     assert small["traffic_bytes_per_token"]["replay"] < plain["traffic_bytes_per_token"]["replay"] / 3
+    pair = json.loads(run("inspect", "qwen4b", *options, "--u-format", "bfloat16x2", "--json").stdout)
+    assert pair["traffic_bytes_per_token"]["replay"] > small["traffic_bytes_per_token"]["replay"]
     both = json.loads(run("inspect", "qwen4b", *options, "--u-source", "checkpoint", "--json").stdout)
     assert both["traffic_bytes_per_token"]["replay"] > 2 * small["traffic_bytes_per_token"]["replay"]
 
