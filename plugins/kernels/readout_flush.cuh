@@ -2,10 +2,10 @@
 #pragma once
 #include "readout_store.cuh"
 
-// What a fold asks for ahead: the first FOLD_AHEAD rows of a part when it is known to fold, then eight while the eight
-// before them are loaded. All at once would be more than the second-level cache holds: H200, batch 256, every row flushing,
-// decode of nano4b 454 us, so 391.
-constexpr int FOLD_AHEAD = CTA_ROWS < 16 ? CTA_ROWS : 16;
+// What a fold asks for ahead: the first eight rows of a part when it is known to fold, then eight while the eight before
+// them are loaded. All at once would be more than the second-level cache holds: H200, batch 256, every row flushing,
+// decode of nano4b 454 us, so 391. Sixteen at first: windows of five of qwen4b 216 us, eight 212; qwen122b 416 and 410.
+constexpr int FOLD_AHEAD = CTA_ROWS < 8 ? CTA_ROWS : 8;
 constexpr int EIGHT_ROWS = 8 * COLUMNS * (int)sizeof(state_t);  // bytes
 
 // Parts of 8 bits into which a coefficient of the fold is split. Two leave 2^-17 of a term, which is little beside the
