@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from e2e_model import Model, load_model  # noqa: E402
+from report_formats import ONE_U  # noqa: E402
 
 from examples import networks, tasks  # noqa: E402
 from examples.evaluate import wilson  # noqa: E402
@@ -92,6 +93,21 @@ def compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
 
 
+def replay_settings(form: StateFormat, max_seq_len: int = 4096, seed: int = 0) -> ReplaySettings:
+    """Of an engine of this format, which keeps u of Gated DeltaNet as engines do unless told otherwise."""
+    return ReplaySettings(
+        buffer_len=BUFFER_LEN,
+        max_window=1,
+        max_seq_len=max_seq_len,
+        state_dtype=form.state,
+        state_rounding="stochastic" if form.stochastic else "nearest",
+        readout_dtype=form.readout,
+        u_source=form.u_source,
+        readout_layers=form.readout_layers,
+        rounding_seed=seed,
+    ).with_u_format()
+
+
 class EngineDecoder:
     """As `examples.replay_decode.ReplayDecoder`, with an engine of each format and its operators on `device`."""
 
@@ -105,17 +121,7 @@ class EngineDecoder:
 
     def decode(self, form: StateFormat) -> list[list[int]]:
         """Answers (new tokens) to all prompts, each with its <|end|> if it came in time."""
-        settings = ReplaySettings(
-            buffer_len=BUFFER_LEN,
-            max_window=1,
-            max_seq_len=max(map(len, self.prompts)) + self.new_tokens,
-            state_dtype=form.state,
-            state_rounding="stochastic" if form.stochastic else "nearest",
-            readout_dtype=form.readout,
-            u_source=form.u_source,
-            readout_layers=form.readout_layers,
-            rounding_seed=self.seed,
-        ).with_u_format()
+        settings = replay_settings(form, max(map(len, self.prompts)) + self.new_tokens, self.seed)
         session = Session(self.model.engine(settings, len(self.prompts)), device=self.device)
         slots = [session.allocate() for _ in self.prompts]
         together = max(1, PREFILL_TOKENS // max(map(len, self.prompts)))
@@ -135,17 +141,20 @@ class EngineDecoder:
 
 
 def describe(layout: str, form: StateFormat, args: argparse.Namespace) -> dict[str, Any]:
+    keeps_u = not args.simulate and layout != "nemotron-h-tiny"
+    u_format = {"u_format": replay_settings(form).u_format} if keeps_u else {}
     return {
         "benchmark": "format_accuracy",
         "op": "generate",
         "variant": "ours, simulated" if args.simulate else "ours",
         "model": layout,
-        "format": form.name,
+        "format": form.name + (ONE_U if u_format.get("u_format") == "bfloat16" else ""),
         "state_dtype": form.state,
         "state_rounding": "stochastic" if form.stochastic else "nearest",
         "readout_dtype": form.readout,
         "u_source": form.u_source,
         "readout_layers": dict(form.readout_layers),
+        **u_format,
         "L": BUFFER_LEN,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "commit": args.commit,

@@ -25,7 +25,9 @@ FORMATS = (
     "float16, stochastic, nvfp4 readout, float8 in layer 0" + ONE_U,
     "float16, stochastic, nvfp4 readout, u from checkpoint",
     "float8, stochastic, nvfp4 readout",
+    "float8, stochastic, nvfp4 readout" + ONE_U,
     "float8, stochastic, nvfp4 readout, same in layer 0",
+    "float8, stochastic, nvfp4 readout, same in layer 0" + ONE_U,
     "float8, stochastic, nvfp4 readout, u from checkpoint",
     "float32, nvfp4 readout",
 )

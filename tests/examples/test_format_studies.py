@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +43,16 @@ def test_accuracy_study_on_two_problems(tmp_path, monkeypatch):
     assert exact["same_tokens"] == 1.0
     with pytest.raises(SystemExit):
         format_accuracy.parse(["--layout", "qwen3.5-tiny", "--formats", "3"])
+
+
+def test_a_line_says_how_u_is_kept() -> None:
+    form, args = StateFormat("float16", True, "nvfp4"), SimpleNamespace(simulate=False, commit="c")
+    line = format_accuracy.describe("qwen3.5-tiny", form, args)
+    assert (line["format"], line["u_format"]) == (f"{form.name}, u in one bf16 number", "bfloat16")
+    pair = format_accuracy.describe("qwen3.5-tiny", form._replace(u_source="checkpoint"), args)
+    assert (pair["format"], pair["u_format"]) == (f"{form.name}, u from checkpoint", "bfloat16x2")
+    args.simulate = True
+    assert format_accuracy.describe("qwen3.5-tiny", form, args)["format"] == form.name
 
 
 @pytest.mark.parametrize("name", ["nano4b", "qwen122b", "nemotron-h-tiny", "qwen3.5-tiny"])
