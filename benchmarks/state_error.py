@@ -193,6 +193,7 @@ def curves(
         core.start(core.checkpoint.clone(), stores[form], torch.zeros(source.geometry.state_shape, dtype=torch.int32))
         if isinstance(core, GdnCore):
             core.u_from_checkpoint = form.u_source == "checkpoint"
+            core.u_in_one_number = form.u_format == "bfloat16"
     for token, (y, S) in enumerate(exact(source, tokens)):
         scale += float(y.square().sum())
         for form, core in cores.items():
@@ -232,6 +233,7 @@ def lines(source: Source, formats: Sequence[StateFormat], tokens: int, every: in
             "state_rounding": "stochastic" if form.stochastic else "nearest",
             "readout_dtype": form.readout,
             "u_source": form.u_source,
+            **({"u_format": form.u_format} if source.A is None else {}),
             "L": BUFFER_LEN,
             "tokens": curve["tokens"],
             "state_error": [float(f"{value:.4g}") for value in curve["state"]],

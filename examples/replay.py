@@ -128,6 +128,7 @@ class Mamba2Core(ReplayCore):
 
 class GdnCore(ReplayCore):
     u_from_checkpoint = False
+    u_in_one_number = False
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """o [rows, Hv, dv] of a token: q (scaled), k [rows, Hk, dk] normalised, v [rows, Hv, dv], g, beta [rows,
@@ -137,9 +138,9 @@ class GdnCore(ReplayCore):
         if self.u_from_checkpoint:
             (at_k,) = self.read(self.checkpoint, k[:, :, None])
         u = beta[..., None] * (v - decay * at_k - self.replayed(k, weights))
-        # The ring keeps u as a pair of bf16 numbers.
+        # The ring keeps u as a pair of bf16 numbers, or the first of them.
         high = u.to(torch.bfloat16).float()
-        u = high + (u - high).to(torch.bfloat16).float()
+        u = high if self.u_in_one_number else high + (u - high).to(torch.bfloat16).float()
         self.values.index_copy_(2, self.fill, u[:, :, None])
         self.keys.index_copy_(2, self.fill, k[:, :, None])
         return decay * at_q + self.replayed(q, weights)

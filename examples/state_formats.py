@@ -32,6 +32,11 @@ class StateFormat(NamedTuple):
         return self._replace(readout=readout, readout_layers=())
 
     @property
+    def u_format(self) -> str:
+        """As `ReplaySettings.with_u_format` chooses with 16-bit activations."""
+        return "bfloat16" if self.readout == "nvfp4" and self.u_source == "readout" else "bfloat16x2"
+
+    @property
     def name(self) -> str:
         parts = [self.state, *(["stochastic"] if self.stochastic else [])]
         if self.readout != "same":

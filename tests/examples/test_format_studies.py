@@ -53,6 +53,10 @@ def test_a_line_says_how_u_is_kept() -> None:
     assert (pair["format"], pair["u_format"]) == (f"{form.name}, u from checkpoint", "bfloat16x2")
     args.simulate = True
     assert format_accuracy.describe("qwen3.5-tiny", form, args)["format"] == form.name
+    # The study of states keeps it as engines do.
+    assert all(own.u_format == format_accuracy.replay_settings(own).u_format for own in (form, StateFormat("float16")))
+    source = state_error.synthetic("qwen122b", 16)
+    assert [line["u_format"] for line in state_error.lines(source, [form], 16, 16)] == ["bfloat16"]
 
 
 @pytest.mark.parametrize("name", ["nano4b", "qwen122b", "nemotron-h-tiny", "qwen3.5-tiny"])

@@ -108,3 +108,17 @@ def test_decoding_is_the_operators(geometry, form, generator):
     assert int(state.error_flag) == 0
     assert error.median() < 2e-5
     assert error.max() < 2e-5 + step_of_format / 8
+
+
+def test_u_in_one_number_is_the_first_of_the_pair(generator):
+    kept = []
+    inputs = [torch.randn(1, *shape, generator=generator) for shape in ((2, 64), (2, 64), (4, 8), (4,), (4,))]
+    for in_one in (False, True):
+        core = GdnCore(1, (4, 2, 8, 64), torch.zeros(1, dtype=torch.long), lambda function: function)
+        core.u_in_one_number = in_one
+        core.start(torch.zeros_like(core.checkpoint), Store(StateFormat("float32")), torch.zeros(4, 8, 64).int())
+        core.step(*inputs[:3], -inputs[3].abs(), inputs[4].sigmoid())
+        kept.append(core.values[:, :, 0])
+    pair, one = kept
+    assert not torch.equal(one, pair)
+    assert torch.equal(one, pair.to(torch.bfloat16).float())
