@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import native_peers
 import peers
@@ -54,22 +55,25 @@ def measure_peers(
         if project not in best or timing.median_us < best[project][0].median_us:
             best[project] = (timing, variant)
     for timing, variant in best.values():
-        results.add(
-            timing,
-            layer.step_bytes(torch.zeros(1)),
-            ceiling["rmw"],
-            op="peer",
-            geometry=name,
-            batch=batch,
-            window=window,
-            state_dtype="float32",
-            readout_dtype="same",
-            L=0,
-            fill="flush",
-            variant=variant,
-            correct=True,
-        )
+        _add_peer(results, layer, timing, ceiling, geometry=name, batch=batch, variant=variant)
     return {variant for _, variant in best.values()}
+
+
+def _add_peer(results: Results, layer: Layer, timing: Timing, ceiling: dict[str, float], **fields: Any) -> None:
+    """The line of a peer that rewrites fp32 states, checked in this run."""
+    results.add(
+        timing,
+        layer.step_bytes(torch.zeros(1)),
+        ceiling["rmw"],
+        op="peer",
+        window=layer.window,
+        state_dtype="float32",
+        readout_dtype="same",
+        L=0,
+        fill="flush",
+        correct=True,
+        **fields,
+    )
 
 
 def measure_native_peers(
@@ -101,22 +105,8 @@ def measure_native_peers(
             found.append((timing, one))
     kept = native_peers.kept(found)
     for timing, one in kept:
-        results.add(
-            timing,
-            layer.step_bytes(torch.zeros(1)),
-            ceiling["rmw"],
-            op="peer",
-            geometry=name,
-            batch=batch,
-            window=window,
-            state_dtype="float32",
-            readout_dtype="same",
-            L=0,
-            fill="flush",
-            variant=one.name,
-            is_own_choice=one.is_own_choice,
-            correct=True,
-        )
+        own = one.is_own_choice
+        _add_peer(results, layer, timing, ceiling, geometry=name, batch=batch, variant=one.name, is_own_choice=own)
     return {one.name for _, one in kept}
 
 
