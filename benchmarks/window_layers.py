@@ -17,7 +17,7 @@ from replayssm.plugins.contract import (
 )
 from replayssm.plugins.geometry import KernelConfig
 from replayssm.plugins.reference.formats import RandomKey, load_checkpoint, store_state
-from replayssm.plugins.row_order import ORDERED_ROWS, gains, order_of
+from replayssm.plugins.row_order import ORDERED_ROWS, folds, gains, order_of
 from replayssm.plugins.state import LayerState, allocate_state, torch_dtype
 
 POSITION = 1000
@@ -94,7 +94,7 @@ class Layer:
             order = torch.arange(self.batch)
             if histories is not None and gains(self.settings) and self.batch >= ORDERED_ROWS:
                 history = histories[step].expand(self.batch)
-                order = order_of((history > 0) & (history + self.window > self.settings.buffer_len))
+                order = order_of(folds(history, self.window, self.settings.buffer_len))
             starts = self.starts[order.cuda()]
             seq_lens = torch.full((self.batch,), POSITION + offset, device="cuda", dtype=torch.int32)
             for slots in (slots[order.cuda()] for slots in self.slots):
@@ -131,7 +131,7 @@ class Layer:
             )
             return fixed + self.batch * (slot["checkpoint"] + writes)
         entry = sum(size for name, size in slot.items() if name.startswith("ring")) / self.settings.ring_len
-        flushes = ((histories > 0) & (histories + self.window > self.settings.buffer_len)).double().mean()
+        flushes = folds(histories, self.window, self.settings.buffer_len).double().mean()
         checkpoint = sum(slot.get(name, 0.0) for name in ("checkpoint", "checkpoint_scale"))
         readout = sum(size for name, size in slot.items() if name.startswith("readout"))
         # A flush reads the checkpoint, and writes it and the readout; other rows read the readout if there is one.
@@ -150,8 +150,7 @@ def histories_of_cycle(start: torch.Tensor, steps: int, window: int, advance: in
     history, out = start.clone(), []
     for _ in range(steps):
         out.append(history.clone())
-        flushed = (history > 0) & (history + window > buffer_len)
-        history = torch.where(flushed, 0, history) + advance
+        history = torch.where(folds(history, window, buffer_len), 0, history) + advance
     return torch.stack(out)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from replayssm.plugins.reference.formats import NVFP4_LEAST_SCALE, round_stochastic
+from replayssm.plugins.settings import ReplaySettings
 
 _FP8 = torch.float8_e4m3fn
 
@@ -33,8 +34,8 @@ class StateFormat(NamedTuple):
 
     @property
     def u_format(self) -> str:
-        """As `ReplaySettings.with_u_format` chooses with 16-bit activations."""
-        return "bfloat16" if self.readout == "nvfp4" and self.u_source == "readout" else "bfloat16x2"
+        """As engines keep a token's u."""
+        return ReplaySettings(readout_dtype=self.readout, u_source=self.u_source).with_u_format().u_format
 
     @property
     def name(self) -> str:

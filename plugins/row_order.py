@@ -42,14 +42,18 @@ def folding_first(rows: Rows, state: LayerState) -> Rows:
     position = state["checkpoint_position"]
     has_slot = (slots >= 0) & (slots < len(position)) & (seq_lens > 0)
     history = torch.where(has_slot, seq_lens - position[slots.clamp(0, len(position) - 1).to(torch.int64), 0, 0], 0)
-    folds = (history > 0) & (history + window_lens > state.settings.buffer_len)
-    order = order_of(folds)
+    order = order_of(folds(history, window_lens, state.settings.buffer_len))
     return tuple(values[order] for values in rows)
 
 
-def order_of(folds: torch.Tensor) -> torch.Tensor:
+def folds(histories: torch.Tensor, windows: torch.Tensor | int, buffer_len: int) -> torch.Tensor:
+    """bool, of the same shape: which histories a window of so many tokens folds."""
+    return (histories > 0) & (histories + windows > buffer_len)
+
+
+def order_of(folding: torch.Tensor) -> torch.Tensor:
     """int64 [rows]: those that fold (bool [rows]), then the others, each in their order."""
-    return torch.cat([folds.nonzero().flatten(), (~folds).nonzero().flatten()])
+    return torch.cat([folding.nonzero().flatten(), (~folding).nonzero().flatten()])
 
 
 def plan(rows: Rows, state: LayerState, ordered: torch.Tensor) -> Launch:

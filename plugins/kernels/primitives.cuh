@@ -92,8 +92,6 @@ DEVICE u16 convert_e4m3_pair(float low, float high) {
     return result;
 }
 #endif
-// Clamped to [0, 1], within the addition or multiplication that computes the value; NaN becomes 0.
-DEVICE float saturate(float value) { return __saturatef(value); }
 // The larger magnitude; NaN if one is.
 DEVICE float larger_magnitude(float a, float b) {
     float result;
@@ -513,13 +511,10 @@ DEVICE float short_reciprocal(float value) {
 }
 // Largest of the lanes' values, in every lane.
 DEVICE u32 reduce_max(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
-// Their sum.
-DEVICE u32 reduce_add(u32 value) { return __reduce_add_sync(0xffffffffu, value); }
 
-// A bit of every lane, in every lane; bits of a word that are set; the lowest of them.
+// A bit of every lane, in every lane; bits of a word that are set.
 DEVICE u32 ballot(bool value) { return __ballot_sync(0xffffffffu, value); }
 DEVICE int count_bits(u32 word) { return __popc(word); }
-DEVICE u32 lowest_bit(u32 word) { return (u32)__ffs((int)word) - 1u; }
 
 DEVICE float shuffle_up(float value, int delta) { return __shfl_up_sync(0xffffffffu, value, delta); }
 DEVICE float shuffle_down(float value, int delta) { return __shfl_down_sync(0xffffffffu, value, delta); }

@@ -33,7 +33,6 @@ constexpr int CODES_SIZE = round_up(READ_ROWS * CODE_STRIDE, 128);
 constexpr int SCALES_SIZE = round_up(READ_ROWS * BLOCK_SCALE_BYTES, 128);
 constexpr int FOLD_KEYS_SIZE = TOKEN_STEPS * PAIRS * 32 * 32;
 constexpr int STAGE_SIZE = TILE_ROWS * COLUMNS * 4;
-constexpr int TILE_SIZE = larger(CODES_SIZE + SCALES_SIZE, larger(FOLD_KEYS_SIZE, STAGE_SIZE));
 // Power of two by which codes and scales, as the products below take them, are too small.
 constexpr int READOUT_EXPONENT = NVFP4 ? 14 + 8 : WIDE ? 0 : 8;
 // bf16 rows are multiplied by queries as they are, all others by queries in fp16.

@@ -450,7 +450,6 @@ DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, floa
     });
 }
 
-DEVICE float saturate(float value) { return value > 0.f ? value < 1.f ? value : 1.f : 0.f; }
 DEVICE float larger_magnitude(float a, float b) {
     a = std::fabs(a), b = std::fabs(b);
     return a != a ? a : b != b ? b : a > b ? a : b;
@@ -500,13 +499,6 @@ DEVICE u32 reduce_max(u32 value) {
         return largest;
     });
 }
-DEVICE u32 reduce_add(u32 value) {
-    return emulation::exchange("redux", {value}, [](u32 (*in)[6], int) {
-        u32 sum = 0;
-        for (int i = 0; i < 32; i++) sum += in[i][0];
-        return sum;
-    });
-}
 
 DEVICE u32 ballot(bool value) {
     return emulation::exchange("ballot", {value}, [](u32 (*in)[6], int) {
@@ -516,7 +508,6 @@ DEVICE u32 ballot(bool value) {
     });
 }
 DEVICE int count_bits(u32 word) { return __builtin_popcount(word); }
-DEVICE u32 lowest_bit(u32 word) { return (u32)__builtin_ffs((int)word) - 1u; }
 DEVICE float shuffle_up(float value, int delta) {
     return emulation::exchange("shfl", {float_to_bits(value)}, [=](u32 (*in)[6], int lane) {
         return bits_to_float(in[lane >= delta ? lane - delta : lane][0]);
